@@ -1,25 +1,128 @@
-"""What every test may rely on: a hang fails with all stacks shown, and torch works with one thread, for equal bits."""
+"""What every test may rely on.
+
+- A hung test fails with the stacks of all threads shown (a second, harder limit is in pyproject.toml).
+- torch works with one intra-op thread, so that sums are taken in one order and bits can be compared.
+- `@pytest.mark.both_loops` runs an async test on asyncio's event loop and on uvloop.
+- A test that leaves a task, or an engine thread that no open pool owns, fails.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
-import os
-from collections.abc import Iterator
+import inspect
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-HANG_SECONDS = float(os.environ.get("ROUNDPIPE_ASYNC_TEST_HANG_S", "120"))
+HANG_S = 120
+CLEANUP_S = 30
+LEFTOVER_GRACE_S = 5.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One intra-op thread for the whole session: sums are then taken in one order, on any machine."""
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def _hang_dumps_stacks() -> Iterator[None]:
-    """A test that hangs prints the stack of every thread and ends the run as failed."""
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+# --- hangs -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _watched(item: pytest.Item, phase: str) -> Iterator[None]:
+    """Fail the phase of the test after HANG_S with all stacks shown, end the process if even that hangs."""
+    stderr = item.config.stash.get(fault_handler_stderr_fd_key, 2)  # the real one, not the captured
+
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(file=stderr, all_threads=True)
+        faulthandler.dump_traceback_later(CLEANUP_S, file=stderr, exit=True)
+        pytest.fail(f"hung in {phase} for {HANG_S} s; the stacks of all threads are on stderr")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(HANG_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    with _watched(item, "setup"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with _watched(item, "the test"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    with _watched(item, "teardown"):
+        return (yield)
+
+
+# --- event loops -----------------------------------------------------------------------------------------------------
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.SelectorEventLoop}
+    if item.get_closest_marker("both_loops"):
+        uvloop = pytest.importorskip("uvloop")
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
+
+
+# --- leftovers -------------------------------------------------------------------------------------------------------
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Async tests also get `_no_task_left`; in sync ones it would make a loop for nothing."""
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.function):
+        item.fixturenames.insert(0, "_no_task_left")
+
+
+@pytest.fixture
+async def _no_task_left() -> AsyncIterator[None]:
+    """No task outlives the test that started it: the engine's have a parent, and the test awaits its own."""
+    before = asyncio.all_tasks()
     yield
-    faulthandler.cancel_dump_traceback_later()
+    deadline = time.monotonic() + LEFTOVER_GRACE_S
+    while left := asyncio.all_tasks() - before - {asyncio.current_task()}:
+        if time.monotonic() > deadline:
+            pytest.fail(f"tasks left running: {sorted(map(repr, left))}")
+        await asyncio.sleep(0.01)
+
+
+def _engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("roundpipe_async")}
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Threads of pools that the test made end with the test; the process's default pool may stay.
+
+    A pool that is only dropped ends its threads when it is collected, so what is left gets one collection and a grace.
+    """
+    before = _engine_threads()
+    yield
+    deadline = time.monotonic() + LEFTOVER_GRACE_S
+    while left := {thread for thread in _engine_threads() - before if not _may_stay(thread)}:
+        if time.monotonic() > deadline:
+            pytest.fail(f"engine threads left running: {sorted(thread.name for thread in left)}")
+        time.sleep(0.01)
+
+
+def _may_stay(thread: threading.Thread) -> bool:
+    return "default" in thread.name
