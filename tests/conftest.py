@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import inspect
 import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
@@ -105,24 +107,35 @@ async def _no_task_left() -> AsyncIterator[None]:
         await asyncio.sleep(0.01)
 
 
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[_failed] = True
+    return report
+
+
 def _engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("roundpipe_async")}
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Threads of pools that the test made end with the test; the process's default pool may stay.
+    """A test closes the pools that it makes (or drops them: a collected pool ends its threads).
 
-    A pool that is only dropped ends its threads when it is collected, so what is left gets one collection and a grace.
+    The process's default pool is closed here, so that each test that uses it begins with a new one. A test that failed
+    is left alone: its traceback keeps alive whatever it made.
     """
     before = _engine_threads()
     yield
+    if (pools := sys.modules.get("roundpipe_async.devices.pool")) and pools._default is not None:
+        pools._default.close()
     deadline = time.monotonic() + LEFTOVER_GRACE_S
-    while left := {thread for thread in _engine_threads() - before if not _may_stay(thread)}:
+    while (left := _engine_threads() - before) and _failed not in request.node.stash:
         if time.monotonic() > deadline:
             pytest.fail(f"engine threads left running: {sorted(thread.name for thread in left)}")
+        gc.collect()
         time.sleep(0.01)
-
-
-def _may_stay(thread: threading.Thread) -> bool:
-    return "default" in thread.name
