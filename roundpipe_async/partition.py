@@ -113,14 +113,22 @@ class _Model:
             both |= {self.fused.time(k, self.length) for k in range(self.length)}
         return both
 
-    def stages(self, longest: float) -> tuple[int, ...]:
-        """Fewest stages: one number, or for `train` one for each pass."""
+    def possible(self, longest: float) -> tuple[int, ...]:
+        """The counts of stages that it can have, as bits of an int; for `train` one int for each pass.
+
+        Not every count between the fewest and the most is possible with a fused stage: two layers make one or three.
+        """
+        n = self.length
+        forward = self.forward.counts(longest)
         if self.run_type == "infer":
-            return (self.forward.counts(longest)[-1],)
-        forward, backward = self.forward.counts(longest), self.backward.counts(longest)
+            return (_bits(forward[-1], n),)
+        backward = self.backward.counts(longest)
         if self.run_type == "train":
-            return forward[-1], backward[-1]
-        return (min(forward[k] + backward[k] + 1 for k in self._fused_starts(longest)),)
+            return _bits(forward[-1], n), _bits(backward[-1], n)
+        found = 0
+        for k in self._fused_starts(longest):
+            found |= _bits(forward[k] + backward[k] + 1, 2 * k + 1)
+        return (found,)
 
     def most_stages(self) -> tuple[int, ...]:
         n = self.length
@@ -185,8 +193,8 @@ def _best_longest(
     candidates = sorted(t for t in set().union(*(m.sums() for m in models)) if longest_layer <= t <= bound)
 
     def counts(i: int) -> list[int]:
-        parts = zip(*(model.stages(candidates[i]) for model in models), strict=True)
-        return [max(least, sum(part)) for part, least in zip(parts, wanted, strict=True)]
+        parts = zip(*(model.possible(candidates[i]) for model in models), strict=True)
+        return [_least_sum(part, least) for part, least in zip(parts, wanted, strict=True)]
 
     best: tuple[float, int] | None = None
     chosen = len(candidates) - 1
@@ -219,6 +227,23 @@ def _share(models: Sequence[_Model], longest: float, count: int, part: int) -> l
                     following[total] = (value + square, [*cuts, cut])
         reached = following
     return reached[count][1]
+
+
+def _bits(low: int, high: int) -> int:
+    return (1 << (high + 1)) - (1 << low)
+
+
+def _least_sum(possible: Sequence[int], least: int) -> int:
+    """The smallest number, not below `least`, that is a sum of one possible count of each model."""
+    sums = possible[0]
+    for counts in possible[1:]:
+        added = 0
+        for n in range(counts.bit_length()):
+            if counts >> n & 1:
+                added |= sums << n
+        sums = added
+    above = sums >> least
+    return least + (above & -above).bit_length() - 1
 
 
 def _walk(starts: Sequence[Sequence[int]], n: int, k: int) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, Protocol, overload
 
 from .errors import PlanError
@@ -257,8 +258,8 @@ def _log_oversize(run_type: str, costs: Sequence[LayerCost], limit: float | None
 
 
 def _plan_of(run_type: RunType, cuts: Cuts) -> ModelExecutePlan:
-    forward = [range(a, b) for a, b in zip(cuts.forward, cuts.forward[1:], strict=False)]
-    backward = [range(a, b) for a, b in zip(cuts.backward, cuts.backward[1:], strict=False)][::-1]
+    forward = [range(a, b) for a, b in pairwise(cuts.forward)]
+    backward = [range(a, b) for a, b in pairwise(cuts.backward)][::-1]
     return ModelExecutePlan(forward, [] if run_type == "infer" else backward)
 
 

@@ -13,11 +13,17 @@ from itertools import pairwise
 from typing import Literal
 
 from .errors import ScheduleError
-from .plan import ModelExecutePlan
+from .plan import ModelExecutePlan, RunType
 
 Phase = Literal["forward", "fused", "backward"]
 ScheduleType = Literal["infer", "train_forward", "train_backward", "fused"]
 SCHEDULE_TYPES: tuple[ScheduleType, ...] = ("infer", "train_forward", "train_backward", "fused")
+PLANNED_AS: dict[ScheduleType, RunType] = {
+    "infer": "infer",
+    "train_forward": "train",
+    "train_backward": "train",
+    "fused": "fused",
+}
 LETTERS: dict[Phase, str] = {"forward": "F", "fused": "FB", "backward": "B"}
 PHASES: dict[str, Phase] = {letters: phase for phase, letters in LETTERS.items()}
 
@@ -160,7 +166,7 @@ def round_robin(
             raise ValueError(f"{name} is {value}; it must be at least 1")
     if round_size is not None and round_size < 1:
         raise ValueError(f"round_size is {round_size}; it must be at least 1")
-    plan.validate("train" if run_type in ("train_forward", "train_backward") else run_type, num_layers)
+    plan.validate(PLANNED_AS[run_type], num_layers)
     stages: list[tuple[Phase, range]] = []
     if run_type != "train_backward":
         stages += [("forward", layers) for layers in plan.fwd_plan]
