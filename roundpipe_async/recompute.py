@@ -226,6 +226,8 @@ class _Kernels:
         libraries = {"_": rest}
         for name in _C._dispatch_get_all_op_names():
             namespace, _, path = name.partition("::")
+            if namespace in ("rngprims", "inductor_prims"):
+                continue  # torch.compile's own: their seeds are arguments
             packet, _, overload = path.partition(".")
             schema = _C._get_schema(f"{namespace}::{packet}", overload)
             takes_generator = any(str(argument.type) == "Optional[Generator]" for argument in schema.arguments)
