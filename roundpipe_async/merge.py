@@ -126,9 +126,11 @@ def _equal(one: Any, other: Any) -> bool:
         return same_kind and bool(((one == other) | ((one != one) & (other != other))).all())
     if isinstance(one, float) and one != one:
         return bool(other != other)
+    if getattr(one, "shape", None) != getattr(other, "shape", None):
+        return False
     result = one == other
     if not isinstance(result, bool) and hasattr(result, "all"):  # arrays compare entry by entry
-        result = getattr(one, "shape", None) == getattr(other, "shape", None) and result.all()
+        result = result.all()
     return bool(result)
 
 
@@ -150,7 +152,7 @@ def _shown(value: Any) -> str:
     return described(value)
 
 
-# -- losses -----------------------------------------------------------------------------------------------------------
+# --- losses ----------------------------------------------------------------------------------------------------------
 
 
 def loss_weights(sizes: Sequence[int] | None, reduction: Literal["sum", "mean"] | None) -> list[float] | None:
