@@ -159,9 +159,9 @@ class seeded:
         generator = self._generator
         if generator is None:
             spare = _spare.generators
-            generator = self._generator = spare.pop() if spare else torch.Generator()
+            generator = spare.pop() if spare else torch.Generator()
             generator.manual_seed(self.seed)
-            self._used = True
+            self._generator, self._used = generator, True
         return generator
 
 
@@ -259,16 +259,21 @@ def _lead(operator: torch._ops.OpOverload, below: Any) -> Callable[..., Any]:
     if arguments[place].kwarg_only:
         place = len(arguments)
     default = torch.default_generator._cdata  # type: ignore[attr-defined]
+    redispatch = operator.redispatch
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("generator") if len(args) <= place else args[place]
         if given is None or given._cdata == default:
-            generator = _generator_for(operator, args, kwargs)
+            scope = _current()
+            if scope is not None and args and type(args[0]) is torch.Tensor and args[0].is_cpu:  # nearly always
+                generator: torch.Generator | None = scope._generator or scope.generator()
+            else:
+                generator = _generator_for(operator, args, kwargs)
             if len(args) <= place:
                 kwargs["generator"] = generator
             else:
                 args = (*args[:place], generator, *args[place + 1 :])
-        return operator.redispatch(keyset & below, *args, **kwargs)
+        return redispatch(keyset & below, *args, **kwargs)
 
     return kernel
 
