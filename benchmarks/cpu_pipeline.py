@@ -32,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -148,11 +148,12 @@ class Master:
                 parameter.copy_(mine)
 
 
-# Each contender is an async generator: it sets itself up, then at each `asend(iterations)` trains and yields the last loss.
-Turns = AsyncIterator[float]
+# A contender is an async generator: it sets itself up, then trains what each `asend(iterations)` says and yields the
+# last loss.
+Turns = AsyncGenerator[float, range]
 
 
-async def plain(sizes: Sizes, dtype: torch.dtype) -> Any:
+async def plain(sizes: Sizes, dtype: torch.dtype) -> Turns:
     torch.set_num_threads(2)
     model = make_decoder(sizes, checkpointed=True).to(dtype)
     master = Master(model)
@@ -169,7 +170,7 @@ async def plain(sizes: Sizes, dtype: torch.dtype) -> Any:
         iterations = yield loss
 
 
-async def threads(sizes: Sizes, dtype: torch.dtype) -> Any:
+async def threads(sizes: Sizes, dtype: torch.dtype) -> Turns:
     torch.set_num_threads(2)
     model = make_decoder(sizes, checkpointed=True).to(dtype)
     master = Master(model)
@@ -206,7 +207,7 @@ async def threads(sizes: Sizes, dtype: torch.dtype) -> Any:
         iterations = yield loss
 
 
-async def ours(sizes: Sizes, dtype: torch.dtype, *, is_async: bool) -> Any:
+async def ours(sizes: Sizes, dtype: torch.dtype, *, is_async: bool) -> Turns:
     from roundpipe_async import DevicePool, OptimizerCtx, RoundPipe, RoundPipeRunConfig, optim
 
     torch.set_num_threads(2)
@@ -235,7 +236,7 @@ async def ours(sizes: Sizes, dtype: torch.dtype, *, is_async: bool) -> Any:
         iterations = yield loss.item()
 
 
-async def one_forward_one_backward(sizes: Sizes, dtype: torch.dtype) -> Any:
+async def one_forward_one_backward(sizes: Sizes, dtype: torch.dtype) -> Turns:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     torch.set_num_threads(1)
@@ -261,7 +262,7 @@ async def one_forward_one_backward(sizes: Sizes, dtype: torch.dtype) -> Any:
         iterations = yield loss
 
 
-async def fsdp2(sizes: Sizes, dtype: torch.dtype) -> Any:
+async def fsdp2(sizes: Sizes, dtype: torch.dtype) -> Turns:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -269,7 +270,9 @@ async def fsdp2(sizes: Sizes, dtype: torch.dtype) -> Any:
     mesh = init_device_mesh("cpu", (2,))
     model = make_decoder(sizes, checkpointed=True)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    shard = functools.partial(
+        fully_shard, mesh=mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
     for layer in model:
         shard(layer)
     shard(model)
@@ -293,7 +296,7 @@ async def fsdp2(sizes: Sizes, dtype: torch.dtype) -> Any:
         iterations = yield total.item() / 2
 
 
-CONTENDERS: dict[str, Callable[[Sizes, torch.dtype], Any]] = {
+CONTENDERS: dict[str, Callable[[Sizes, torch.dtype], Turns]] = {
     "plain": plain,
     "threads": threads,
     "ours": functools.partial(ours, is_async=True),
@@ -308,7 +311,7 @@ async def work(name: str, rank: int, meeting: str, dtype: torch.dtype, sizes: Si
     if PROCESSES[name] > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=PROCESSES[name])
     contender = CONTENDERS[name](sizes, dtype)
-    await contender.asend(None)
+    await anext(contender)
     print(json.dumps({"ready": True}), flush=True)
     while line := sys.stdin.readline():
         first, last = map(int, line.split())
