@@ -1,0 +1,117 @@
+"""Buffers of layers (BatchNorm's statistics, counters) as chains of immutable states.
+
+A microbatch's forward gets its own copy of the state that the microbatch before it left, and what it made of the copy
+is the next state. So a call that fails changes nothing, recompute sees what forward saw, and nothing counts twice.
+The last state is written to the module when the call has succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from roundpipe_async.replica import Replica
+
+LARGE_BYTES = 1 << 16
+"""Larger buffers that a forward left alone (masks, rotary tables) are trusted to stay so, and no longer copied."""
+
+State = list[torch.Tensor | None]
+
+
+class LayerBuffers:
+    """The buffers of one layer of a model, and the state that the last successful call left."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.places: list[list[tuple[nn.Module, str]]] = []
+        found: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in layer.modules():
+            for name, buffer in module._buffers.items():
+                place = (module, name)
+                if buffer is not None and id(buffer) in found:
+                    found[id(buffer)].append(place)
+                else:
+                    self.places.append([place])
+                    if buffer is not None:
+                        found[id(buffer)] = self.places[-1]
+        self.constant = [False] * len(self.places)
+        self._committed: State = [None] * len(self.places)
+        self._seen: list[tuple[int, int] | None] = [None] * len(self.places)
+
+    def live(self, index: int) -> torch.Tensor | None:
+        """The module's own buffer."""
+        module, name = self.places[index][0]
+        return module._buffers[name]
+
+    def start(self) -> BufferChain:
+        """A chain for one call, from what the module holds now."""
+        state: State = []
+        for index in range(len(self.places)):
+            live = self.live(index)
+            unchanged = live is not None and self._seen[index] == (id(live), live._version)
+            state.append(self._committed[index] if unchanged else live)
+        return BufferChain(self, state)
+
+    def commit(self, chain: BufferChain) -> None:
+        """Write a successful call's last state to the module. Torch work: not on the event loop's thread."""
+        for index, (old, new) in enumerate(zip(chain.first, chain.state, strict=True)):
+            if new is old:
+                continue
+            live = self.live(index)
+            if live is not None and new is not None and live.shape == new.shape and live.dtype == new.dtype:
+                with torch.no_grad():
+                    live.copy_(new)
+                self._committed[index] = new
+                self._seen[index] = (id(live), live._version)
+            else:
+                for module, name in self.places[index]:
+                    module._buffers[name] = new
+
+
+class BufferChain:
+    """The states of one layer's buffers in the course of one call."""
+
+    def __init__(self, buffers: LayerBuffers, state: State) -> None:
+        self.buffers = buffers
+        self.first = state
+        self.state = state
+        self.changed = False
+        self._before: dict[int, State] = {}
+
+    @contextmanager
+    def forward(self, replica: Replica, microbatch: int, device: torch.device) -> Iterator[None]:
+        """Around a microbatch's forward: install a copy of the state, take the next state from it."""
+        copies = self._install(replica, self.state, device)
+        versions = [None if copy is None else copy._version for copy in copies]
+        yield
+        after: State = [replica.of(places[0][0])._buffers[places[0][1]] for places in self.buffers.places]
+        self._before[microbatch] = self.state
+        state = list(self.state)
+        for index, (copy, version, new) in enumerate(zip(copies, versions, after, strict=True)):
+            if new is not copy or (new is not None and new._version != version):
+                self.buffers.constant[index] = False
+                state[index] = None if new is None else new.detach()
+                self.changed = True
+            elif new is not None and new.nbytes > LARGE_BYTES:
+                self.buffers.constant[index] = True
+        self.state = state
+
+    @contextmanager
+    def recompute(self, replica: Replica, microbatch: int, device: torch.device) -> Iterator[None]:
+        """Around a microbatch's recompute: what forward saw, and nothing is kept."""
+        self._install(replica, self._before[microbatch], device)
+        yield
+
+    def _install(self, replica: Replica, state: State, device: torch.device) -> State:
+        installed: State = []
+        for places, tensor, constant in zip(self.buffers.places, state, self.buffers.constant, strict=True):
+            if tensor is not None:
+                tensor = tensor.to(device)
+                if not constant:
+                    tensor = tensor.clone()
+            for module, name in places:
+                replica.of(module)._buffers[name] = tensor
+            installed.append(tensor)
+        return installed

@@ -1,0 +1,1 @@
+"""Backends: the same small protocol for CPU threads, accelerators and simulated devices."""

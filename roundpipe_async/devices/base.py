@@ -1,0 +1,119 @@
+"""What the engine needs of a device, and nothing else: three streams and the copies between host and device.
+
+Backends implement `Device` and `Stream`; everything above this folder is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from roundpipe_async.events import Event
+from roundpipe_async.trace import Action
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """A first-in-first-out line of work on one device."""
+
+    name: str
+
+    def submit(self, fn: Callable[[], T], *, after: Sequence[Event[Any]] = (), action: Action | None = None) -> Event[T]:
+        """Run `fn` after everything submitted before and after all events of `after`.
+
+        The returned event gives what `fn` returned or raised. When an event of `after` failed, `fn` does not run and
+        the returned event fails with that very exception. Never blocks.
+        """
+        ...
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A stateless worker: it keeps nothing between stage runs.
+
+    `from_host` and `to_host` are called inside functions that run on its `upload` and `download` streams. Where
+    `shares_host_memory`, both are identities, and the engine leaves the copies out.
+    """
+
+    index: int
+    name: str
+    torch_device: torch.device
+    compute: Stream
+    upload: Stream
+    download: Stream
+    shares_host_memory: bool
+
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor in the device's memory."""
+        ...
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a device tensor in host memory."""
+        ...
+
+    def close(self) -> None:
+        """Let what was submitted finish, then end the device's threads. Does not wait; closing twice is fine."""
+        ...
+
+
+class Line:
+    """A first-in-first-out line for `capacity` places, joined from any thread and any event loop."""
+
+    def __init__(self, capacity: int) -> None:
+        self._free = capacity
+        self._waiting: deque[Place] = deque()
+        self._lock = threading.Lock()
+
+    def join(self) -> Place:
+        """Take a place at the end of the line; its `entered` event happens when the place is one of the first."""
+        place = Place(self)
+        with self._lock:
+            self._waiting.append(place)
+            entering = self._admit()
+        for other in entering:
+            other.entered.set(None)
+        return place
+
+    def _admit(self) -> list[Place]:
+        entering = []
+        while self._free and self._waiting:
+            self._free -= 1
+            place = self._waiting.popleft()
+            place.inside = True
+            entering.append(place)
+        return entering
+
+    def _leave(self, place: Place) -> None:
+        with self._lock:
+            if place.left:
+                return
+            place.left = True
+            if place.inside:
+                self._free += 1
+            else:
+                self._waiting.remove(place)
+            entering = self._admit()
+        for other in entering:
+            other.entered.set(None)
+
+
+class Place:
+    """One's place in a `Line`. `leave` at any time, also while still waiting; leaving twice is fine."""
+
+    __slots__ = ("_line", "entered", "inside", "left")
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.entered: Event[None] = Event()
+        self.inside = False
+        self.left = False
+
+    def leave(self) -> None:
+        """Give the place to the next in line."""
+        self._line._leave(self)

@@ -1,0 +1,73 @@
+"""Decides for one call which layers form the stages and which device runs which when.
+
+Plans follow the layers' measured times (the sizes of their parameters before the first measurement) and are made anew
+when there is much more to measure by; the result of a call does not depend on its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from roundpipe_async.config import RoundPipeRunConfig
+from roundpipe_async.errors import ScheduleError
+from roundpipe_async.plan import LayerCost, ModelExecutePlan, RunType, balanced_plan
+from roundpipe_async.schedule import Schedule, ScheduleType, round_robin
+
+
+class Planner:
+    """Plans of one model, by run type."""
+
+    def __init__(self, num_layers: int, num_devices: int, costs: Callable[[], Sequence[LayerCost]]) -> None:
+        self._num_layers = num_layers
+        self._num_devices = num_devices
+        self._costs = costs
+        self._plans: dict[RunType, ModelExecutePlan] = {}
+        self._calls: dict[RunType, int] = {}
+
+    def schedule(
+        self, kind: ScheduleType, config: RoundPipeRunConfig, num_microbatch: int, first_device: Callable[[int], int]
+    ) -> Schedule:
+        """The schedule of one call. May take milliseconds: not on the event loop's thread.
+
+        `first_device(n)` gives the device at which the next n stage runs of a round robin start.
+        """
+        run_type: RunType = "train" if kind in ("train_forward", "train_backward") else kind
+        chosen = config.schedule
+        if isinstance(chosen, Schedule):
+            return self._check(chosen, kind, num_microbatch)
+        plan = config.execute_plan
+        if plan is None:
+            plan = self._plan(run_type)
+        else:
+            plan.validate(run_type, self._num_layers)
+        num_runs = len(plan.bwd_plan) if kind == "train_backward" else len(plan.fwd_plan)
+        if kind == "fused":
+            num_runs += len(plan.bwd_plan)
+        return round_robin(
+            plan, kind, self._num_layers, num_microbatch, self._num_devices, first_device(num_runs)
+        )
+
+    def _plan(self, run_type: RunType) -> ModelExecutePlan:
+        calls = self._calls[run_type] = self._calls.get(run_type, 0) + 1
+        # At the first call by sizes; then after 1, 2, 4, 8, ... calls by what was measured until then.
+        if run_type not in self._plans or calls - 1 & calls - 2 == 0:
+            self._plans[run_type] = balanced_plan(run_type, self._costs(), self._num_devices)
+        return self._plans[run_type]
+
+    def _check(self, schedule: Schedule, kind: ScheduleType, num_microbatch: int) -> Schedule:
+        schedule.validate()
+        for what, has, needs in (
+            ("layers", schedule.num_layers, self._num_layers),
+            ("microbatches", schedule.num_microbatch, num_microbatch),
+        ):
+            if has != needs:
+                raise ScheduleError(f"the schedule is for {has} {what}, the call has {needs}")
+        if schedule.num_devices > self._num_devices:
+            raise ScheduleError(
+                f"the schedule is for {schedule.num_devices} devices, the pool has {self._num_devices}"
+            )
+        phases = {run.phase for run in schedule.runs}
+        wanted = {"infer": {"forward"}, "train_forward": {"forward"}, "train_backward": {"backward"}}.get(kind)
+        if (wanted is not None and phases != wanted) or (wanted is None and "fused" not in phases):
+            raise ScheduleError(f"the schedule has phases {sorted(phases)}: not one for a {kind} call")
+        return schedule

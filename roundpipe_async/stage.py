@@ -1,0 +1,450 @@
+"""What a worker does with a stage: load its layers, run them forward, recompute them, walk them backward.
+
+Every layer is a graph of its own, cut from its neighbours where values pass between them: so a layer that fails is
+known by name in both directions, a cancelled call ends after the layer now running, and each layer's activations are
+freed as soon as its backward is done. Nothing here waits or schedules; the engine decides what runs where and when.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from roundpipe_async import recompute, tree
+from roundpipe_async.buffers import BufferChain, LayerBuffers
+from roundpipe_async.devices.base import Device
+from roundpipe_async.microbatch import check_loss, weighted_loss
+from roundpipe_async.modes import Modes
+from roundpipe_async.recompute import RecomputeScope
+from roundpipe_async.replica import Blueprint, Replica, as_parameter
+from roundpipe_async.schedule import StageRun
+from roundpipe_async.steps import Window, current_window
+from roundpipe_async.versions import Version
+
+Gradients = list[torch.Tensor | None]
+
+
+class Abandoned(BaseException):
+    """Ends the work of a call that was cancelled or failed elsewhere. Never reaches a user."""
+
+
+class Timer(Protocol):
+    """Receives the seconds that a layer took."""
+
+    def record(self, layer: int, phase: str, seconds: float) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Layer:
+    """One layer of a model: what a worker needs to know of it."""
+
+    index: int
+    name: str
+    module: nn.Module
+    blueprint: Blueprint
+    slots: tuple[int, ...]
+    buffers: LayerBuffers
+    mutates_input: bool | None = None
+    """Whether the layer changes its input in place; None until it ran once. Decides whether a kept input is copied."""
+
+
+@dataclass(slots=True, eq=False)
+class CallWork:
+    """The facts of one call that its stages share. Everything but the results and `abandoned` is fixed at the call."""
+
+    layers: Sequence[Layer]
+    parameters: Sequence[nn.Parameter]
+    """The model's own, by slot: their identity, attributes and hooks; not their values."""
+    version: Version
+    """The values to use."""
+    requires_grad: Sequence[bool]
+    tied: frozenset[int]
+    """Slots that several layers share."""
+    training: Mapping[int, bool]
+    changes_buffers: bool
+    modes: Modes
+    window: Window | None
+    seed: int | None
+    """None: layers draw from the ambient generators."""
+    recompute_grain: str
+    loss_fn: Callable[[Any, Any], Any] | None
+    loss_weights: Sequence[float] | None
+    return_outputs: bool
+    timer: Timer | None
+    chains: dict[int, BufferChain] = field(default_factory=dict)
+    recompute_scopes: dict[tuple[int, int], RecomputeScope] = field(default_factory=dict)
+    needs_gradient: dict[tuple[int, int], bool] = field(default_factory=dict)
+    """By first layer and microbatch: whether anything that passes there would require grad."""
+    errors: list[tuple[int, int, BaseException]] = field(default_factory=list)
+    """What user code raised: number of the run, microbatch, exception."""
+    abandoned: bool = False
+
+    def check(self) -> None:
+        """Raise Abandoned if nobody wants the call's work any more."""
+        if self.abandoned:
+            raise Abandoned
+
+
+@dataclass(slots=True, eq=False)
+class Boundary:
+    """What passes from one layer to the next for one microbatch: a pytree, cut from the graph of what made it."""
+
+    leaves: list[Any]
+    structure: tree.Structure
+    needs_grad: tuple[bool, ...]
+    """Which leaves would require grad, had the graph not been cut."""
+
+    @classmethod
+    def cut(cls, value: Any) -> Boundary:
+        """A layer's output as the next one's input."""
+        return cls.of_leaves(*tree.flatten(value))
+
+    @classmethod
+    def of_leaves(cls, leaves: list[Any], structure: tree.Structure) -> Boundary:
+        """`cut` for a value that is flattened already."""
+        needs = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        return cls([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, needs)
+
+    def enter(self) -> tuple[Any, list[torch.Tensor | None]]:
+        """The value to call a layer with, and the leaves that will hold the gradients of its tensors."""
+        roots: list[torch.Tensor | None] = []
+        values = []
+        for leaf, needs in zip(self.leaves, self.needs_grad, strict=True):
+            root = None
+            value = leaf
+            if isinstance(leaf, torch.Tensor):
+                value = leaf.detach()
+                if needs:
+                    root = value.requires_grad_()
+                    value = _Pass.apply(root)  # type: ignore[no-untyped-call]
+            roots.append(root)
+            values.append(value)
+        return self.structure.unflatten(values), roots
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Boundary:
+        """The boundary with other tensors (a copy elsewhere)."""
+        leaves = [fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return Boundary(leaves, self.structure, self.needs_grad)
+
+    def versions(self) -> list[int | None]:
+        """Counts of the in-place changes of its tensors."""
+        return [
+            leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in self.leaves
+        ]
+
+    def value(self) -> Any:
+        """The value itself, without a graph."""
+        return self.structure.unflatten(self.leaves)
+
+
+class _Pass(torch.autograd.Function):
+    """Identity that is no leaf and no view: a layer may change its input in place, as it may in plain PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@dataclass(slots=True, eq=False)
+class LayerGraph:
+    """One layer's graph for one microbatch, between its forward and its backward."""
+
+    layer: Layer
+    roots: list[torch.Tensor | None]
+    outputs: list[Any]
+    structure: tree.Structure
+
+    def boundary(self) -> Boundary:
+        """The layer's output as the next one's input."""
+        return Boundary.of_leaves(self.outputs, self.structure)
+
+
+@dataclass(slots=True, eq=False)
+class Passed:
+    """What a forward run hands on for one microbatch. Each part is taken once, and freed with who took it."""
+
+    boundary: Boundary | None
+    kept: dict[int, Boundary]
+    """Inputs kept for recompute, by layer."""
+
+    def take(self) -> Boundary:
+        """The input of the next run."""
+        boundary, self.boundary = self.boundary, None
+        assert boundary is not None, "a boundary is taken once"
+        return boundary
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Passed:
+        """The same with other tensors; leaves nothing here."""
+        return Passed(self.take().map(fn), {layer: self.kept.pop(layer).map(fn) for layer in list(self.kept)})
+
+
+@dataclass(slots=True, eq=False)
+class Fused:
+    """What a fused run gives for one microbatch: detached losses, outputs if wanted, the input's gradients."""
+
+    losses: Any
+    output: Any
+    gradients: Gradients
+
+    def take(self) -> Gradients:
+        """The input's gradients, once: they are freed with who took them."""
+        gradients, self.gradients = self.gradients, []
+        return gradients
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Fused:
+        """The same with other tensors; leaves no gradients here."""
+        return Fused(tree.map_tensors(fn, self.losses), tree.map_tensors(fn, self.output), move(self.take(), fn))
+
+
+def move(gradients: Gradients, fn: Callable[[torch.Tensor], torch.Tensor]) -> Gradients:
+    """The gradients elsewhere."""
+    return [None if gradient is None else fn(gradient) for gradient in gradients]
+
+
+class StageWork:
+    """One visit of a stage to a device, as the functions that its streams run, in this order: `load`, then for each
+    microbatch `forward`, or `fused`, or `recompute` and `backward`, and `collect` at the end."""
+
+    def __init__(self, call: CallWork, run: StageRun, device: Device, base: Mapping[int, torch.Tensor]) -> None:
+        self.call = call
+        self.run = run
+        self.device = device
+        self._base = base
+        self._replicas: dict[int, Replica] = {}
+        self._leaves: dict[int, nn.Parameter] = {}
+        self._tied: dict[int, dict[int, torch.Tensor]] = {}
+        self._num_inputs: dict[int, int] = {}
+
+    # ---- upload ---------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Put the stage's parameters (and the gradients to add to) into the device's memory. Upload stream."""
+        call, device = self.call, self.device
+        call.check()
+        grad = call.modes.grad
+        tensors: dict[int, torch.Tensor] = {}
+        for layer in self._layers():
+            for slot in layer.slots:
+                original = call.parameters[slot]
+                if slot not in self._leaves:
+                    requires_grad = grad and call.requires_grad[slot]
+                    leaf = as_parameter(original, device.from_host(call.version.tensors[slot]), requires_grad)
+                    base = self._base.get(slot)
+                    if base is not None and requires_grad:
+                        leaf.grad = base.clone() if device.shares_host_memory else device.from_host(base)
+                    self._leaves[slot] = leaf
+                tensors[id(original)] = self._leaves[slot]
+            self._replicas[layer.index] = layer.blueprint.replicate(tensors, call.training)
+
+    # ---- compute --------------------------------------------------------------------------------------------------
+
+    def forward(self, microbatch: int, boundary: Boundary, keep: frozenset[int]) -> Passed:
+        """Run the layers on one microbatch; keep the inputs of the layers in `keep`."""
+        kept: dict[int, Boundary] = {}
+        with self._modes():
+            for layer in self._layers():
+                saved, versions = None, []
+                if layer.index in keep:
+                    saved = boundary
+                    if layer.mutates_input is not False:
+                        saved = boundary.map(torch.clone)
+                    versions = boundary.versions()
+                value, roots = boundary.enter()
+                output = self._call(layer, microbatch, value, "forward", keep_data=True)
+                if saved is not None:
+                    self._learn_mutation(layer, versions != boundary.versions())
+                    kept[layer.index] = saved
+                del value, roots
+                boundary = Boundary.cut(output)
+                del output
+        self.call.needs_gradient[self.run.layers.stop, microbatch] = any(boundary.needs_grad)
+        return Passed(boundary, kept)
+
+    def recompute(self, microbatch: int, boundary: Boundary) -> list[LayerGraph]:
+        """Run the layers again on one microbatch, keeping their graphs: none where no gradient will come back."""
+        graphs: list[LayerGraph] = []
+        self._num_inputs[microbatch] = len(boundary.leaves)
+        if not self._needed(microbatch):
+            return graphs
+        with self._modes():
+            for layer in self._layers():
+                graph = self._graph(layer, microbatch, boundary, "recompute")
+                boundary = graph.boundary()
+                graphs.append(graph)
+        return graphs
+
+    def backward(self, microbatch: int, graphs: list[LayerGraph], gradients: Gradients) -> Gradients:
+        """Walk the graphs backward from the gradients of the stage's output to those of its input."""
+        if not graphs:
+            return [None] * self._num_inputs[microbatch]
+        while graphs:
+            gradients = self._walk(graphs.pop(), microbatch, gradients)
+        self._set_tied_aside(microbatch)
+        return gradients
+
+    def backward_by_layer(self, microbatch: int, kept: Mapping[int, Boundary], gradients: Gradients) -> Gradients:
+        """`recompute` and `backward` in one, holding one layer's graph at a time."""
+        if not self._needed(microbatch):
+            return [None] * len(kept[self.run.layers.start].leaves)
+        for layer in reversed(self._layers()):
+            with self._modes():
+                graph = self._graph(layer, microbatch, kept[layer.index], "recompute")
+            gradients = self._walk(graph, microbatch, gradients)
+        self._set_tied_aside(microbatch)
+        return gradients
+
+    def fused(self, microbatch: int, boundary: Boundary, label: Any) -> Fused:
+        """Forward, loss and backward of the model's last layers on one microbatch."""
+        call = self.call
+        graphs: list[LayerGraph] = []
+        with self._modes():
+            for layer in self._layers():
+                graphs.append(self._graph(layer, microbatch, boundary, "forward"))
+                boundary = graphs[-1].boundary()
+            value, roots = boundary.enter()
+            with self._noting("loss_fn", None, microbatch):
+                call.check()
+                assert call.loss_fn is not None
+                losses = call.modes.run(self._in_window, call.loss_fn, value, label)
+                check_loss(losses, microbatch)
+                if call.loss_weights is not None:
+                    losses = weighted_loss(losses, call.loss_weights[microbatch])
+        output = tree.map_tensors(torch.Tensor.detach, value) if call.return_outputs else None
+        del value, boundary
+        with self._noting("backward of loss_fn", None, microbatch):
+            call.modes.run(self._in_window, torch.autograd.backward, losses)
+        gradients: Gradients = [None if root is None else root.grad for root in roots]
+        detached = tree.map_tensors(torch.Tensor.detach, losses)
+        del losses, roots
+        gradients = self.backward(microbatch, graphs, gradients)
+        return Fused(detached, output, gradients)
+
+    def collect(self) -> tuple[dict[int, torch.Tensor], dict[int, dict[int, torch.Tensor]]]:
+        """The gradients of the run by slot, and those of tied parameters by slot and microbatch. Frees the stage."""
+        self.call.check()
+        gradients = {slot: leaf.grad for slot, leaf in self._leaves.items() if leaf.grad is not None}
+        tied, self._tied = self._tied, {}
+        self._leaves.clear()
+        self._replicas.clear()
+        return gradients, tied
+
+    def _needed(self, microbatch: int) -> bool:
+        return self.call.needs_gradient.get((self.run.layers.stop, microbatch), True)
+
+    # ---- pieces ---------------------------------------------------------------------------------------------------
+
+    def _layers(self) -> Sequence[Layer]:
+        return [self.call.layers[index] for index in self.run.layers]
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        with self.call.modes.entered(self.call.modes.grad):
+            yield
+
+    def _graph(self, layer: Layer, microbatch: int, boundary: Boundary, phase: str) -> LayerGraph:
+        value, roots = boundary.enter()
+        output = self._call(layer, microbatch, value, phase, keep_data=False)
+        leaves, structure = tree.flatten(output)
+        return LayerGraph(layer, roots, leaves, structure)
+
+    def _call(self, layer: Layer, microbatch: int, value: Any, phase: str, keep_data: bool) -> Any:
+        """Call one layer, in the caller's context, with its own random numbers and its buffers in place."""
+        call = self.call
+        call.check()
+        replica = self._replicas[layer.index]
+        with ExitStack() as stack:
+            stack.enter_context(self._noting(phase, layer, microbatch))
+            chain = call.chains.get(layer.index)
+            if chain is not None:
+                around = chain.recompute if phase == "recompute" else chain.forward
+                stack.enter_context(around(replica, microbatch, self.device.torch_device))
+            self._enter_randomness(stack, layer, microbatch)
+            key = (layer.index, microbatch)
+            if keep_data:
+                scope = call.recompute_scopes[key] = RecomputeScope()
+                stack.enter_context(recompute.recording(scope))
+            elif phase == "recompute":
+                stack.enter_context(recompute.replaying(call.recompute_scopes.pop(key)))
+            start_s = time.perf_counter()
+            if layer.index == 0:
+                args, kwargs = value
+                output = call.modes.run(self._in_window, replica.module, *args, **kwargs)
+            else:
+                output = call.modes.run(self._in_window, replica.module, value)
+            if call.timer is not None:
+                call.timer.record(layer.index, phase, time.perf_counter() - start_s)
+        return output
+
+    def _enter_randomness(self, stack: ExitStack, layer: Layer, microbatch: int) -> None:
+        if self.call.seed is not None:
+            seed = recompute.layer_seed(self.call.seed, layer.index, microbatch)
+            stack.enter_context(recompute.seeded(seed, self.device.torch_device))
+
+    def _in_window(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        current_window.set(self.call.window)  # in a context of its own: nothing to reset
+        return fn(*args, **kwargs)
+
+    def _walk(self, graph: LayerGraph, microbatch: int, gradients: Gradients) -> Gradients:
+        """One layer's backward: from the gradients of its outputs to those of its inputs."""
+        call = self.call
+        call.check()
+        outputs, seeds = [], []
+        for output, gradient in zip(graph.outputs, gradients, strict=True):
+            if gradient is not None and isinstance(output, torch.Tensor) and output.requires_grad:
+                outputs.append(output)
+                seeds.append(gradient)
+        if not outputs:
+            return [None] * len(graph.roots)
+        graph.outputs = []
+        with ExitStack() as stack:
+            stack.enter_context(self._noting("backward", graph.layer, microbatch))
+            self._enter_randomness(stack, graph.layer, microbatch)
+            start_s = time.perf_counter()
+            call.modes.run(self._in_window, torch.autograd.backward, outputs, seeds)
+            if call.timer is not None:
+                call.timer.record(graph.layer.index, "backward", time.perf_counter() - start_s)
+        return [None if root is None else root.grad for root in graph.roots]
+
+    def _set_tied_aside(self, microbatch: int) -> None:
+        # The other layers' shares come from other stages; plain PyTorch adds the shares of one microbatch first.
+        for slot in self.call.tied:
+            leaf = self._leaves.get(slot)
+            if leaf is not None and leaf.grad is not None:
+                self._tied.setdefault(slot, {})[microbatch] = leaf.grad
+                leaf.grad = None
+
+    def _learn_mutation(self, layer: Layer, mutated: bool) -> None:
+        if mutated and layer.mutates_input is False:
+            layer.mutates_input = True
+            raise RuntimeError(
+                "the layer changed its input in place, which it did not do in earlier calls, so the input kept for "
+                "recompute is lost; calls from now on keep a copy"
+            )
+        if layer.mutates_input is None or mutated:
+            layer.mutates_input = mutated
+
+    @contextmanager
+    def _noting(self, phase: str, layer: Layer | None, microbatch: int) -> Iterator[None]:
+        """Tell the user's exception where it happened."""
+        try:
+            yield
+        except Abandoned:
+            raise
+        except BaseException as error:
+            where = f"in {phase}"
+            if layer is not None:
+                kind = type(layer.module).__name__
+                where = f"in layer {layer.index} ({layer.name!r}: {kind}), {phase}"
+            error.add_note(f"roundpipe_async: {where}, microbatch {microbatch}, device {self.device.name}")
+            raise
+
