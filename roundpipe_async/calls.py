@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -34,9 +34,9 @@ def call(begin: Callable[[], Coroutine[Any, Any, T]], name: str) -> Coroutine[An
             task = _start(begin, name)
         except Exception as caught:
             error = caught
-    coroutine = _outcome(begin, name, task, error)
-    coroutine.__qualname__ = f"RoundPipe.{name}"
-    return coroutine
+    coroutine: Any = _outcome(begin, name, task, error)
+    coroutine.__qualname__ = f"RoundPipe.{name}"  # for asyncio's and Python's own messages
+    return cast("Coroutine[Any, Any, T]", coroutine)
 
 
 def _start(begin: Callable[[], Coroutine[Any, Any, T]], name: str) -> asyncio.Task[T]:

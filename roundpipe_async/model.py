@@ -57,6 +57,12 @@ class RoundPipe:
         devices: a pool, shared with other models if you like; None: the process's default pool.
     """
 
+    _closed: bool
+    _model: nn.Module
+    _config: RoundPipeRunConfig
+    _name: str
+    _pool: DevicePool
+    _pin_model: str
     _store: Store
     _runner: Runner
 

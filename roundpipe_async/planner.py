@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from roundpipe_async.config import RoundPipeRunConfig
 from roundpipe_async.errors import ScheduleError
 from roundpipe_async.plan import LayerCost, ModelExecutePlan, RunType, balanced_plan
-from roundpipe_async.schedule import Schedule, ScheduleType, round_robin
+from roundpipe_async.schedule import PLANNED_AS, Schedule, ScheduleType, round_robin
 
 
 class Planner:
@@ -31,7 +31,7 @@ class Planner:
 
         `first_device(n)` gives the device at which the next n stage runs of a round robin start.
         """
-        run_type: RunType = "train" if kind in ("train_forward", "train_backward") else kind
+        run_type = PLANNED_AS[kind]
         chosen = config.schedule
         if isinstance(chosen, Schedule):
             return self._check(chosen, kind, num_microbatch)

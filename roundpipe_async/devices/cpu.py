@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from roundpipe_async import trace
+from roundpipe_async.devices.base import Stream
 from roundpipe_async.errors import ClosedError
 from roundpipe_async.events import Event
 from roundpipe_async.trace import Action
@@ -179,13 +180,17 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.shares_host_memory = not own_memory
 
-        def stream(kind: str, threads: int) -> WorkerStream:
-            return WorkerStream(f"{self.name}/{kind}", owner=self.name, setup=lambda: set_intra_op_threads(threads))
+        self._streams: list[WorkerStream] = []
 
-        self.compute = stream("compute", intra_op_threads)
+        def stream(kind: str, threads: int) -> WorkerStream:
+            worker = WorkerStream(f"{self.name}/{kind}", owner=self.name, setup=lambda: set_intra_op_threads(threads))
+            self._streams.append(worker)
+            return worker
+
+        self.compute: Stream = stream("compute", intra_op_threads)
         # Without memory of its own an upload only wraps parameters: not worth a thread.
-        self.upload = stream("upload", 1) if own_memory else self.compute
-        self.download = stream("download", 1) if own_memory else self.compute
+        self.upload: Stream = stream("upload", 1) if own_memory else self.compute
+        self.download: Stream = stream("download", 1) if own_memory else self.compute
 
     def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `Device.from_host`."""
@@ -197,5 +202,5 @@ class CpuDevice:
 
     def close(self) -> None:
         """As `Device.close`."""
-        for stream in (self.compute, self.upload, self.download):
+        for stream in self._streams:
             stream.close()
