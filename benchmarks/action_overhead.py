@@ -79,7 +79,7 @@ async def engine(devices: int, layers: int, microbatches: int, calls: int) -> No
 
         async def infer() -> None:
             with roundpipe_async.no_grad():
-                await model.forward(batch, run_config=config)
+                await model(batch, roundpipe_run_config=config)
 
         async def train() -> None:
             await model.forward_backward((batch,), loss_fn=lambda x, _: x.sum(), run_config=trained)

@@ -21,7 +21,7 @@ LAYERS = [frozenset(line.split()) for line in (
     "errors events modes replica trace tree versions",
     "buffers chunk_spec config devices merge microbatch partition plan scale_state schedule steps timing",
     "distributed grad_scaler optimizer recompute scale_ledger simulate stage store",
-    "calls engine planner runs",
+    "calls engine graph planner runs",
     "checkpoint data model wrap",
     "__init__ __main__ models",
 )]  # fmt: skip
