@@ -8,7 +8,7 @@ and count, dynamic programming takes the one with the least sum of squared times
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -184,6 +184,16 @@ def best_cuts(
             cut.forward.extend(chosen.forward)
             cut.backward.extend(chosen.backward)
     return cuts
+
+
+def even_cut(times: Sequence[float], num_stages: int) -> list[int]:
+    """Boundaries of at most `num_stages` stages with the least longest time, then the least sum of squares."""
+    track = _Track(times, [0.0] * len(times), INFINITE)
+    single = max(track.time(i, i + 1) for i in range(track.length))
+    candidates = sorted(t for t in track.sums() if t >= single)
+    longest = candidates[bisect_left(candidates, True, key=lambda t: track.counts(t)[-1] <= num_stages)]
+    _, starts = track.squares(longest, num_stages)
+    return _walk(starts, min(num_stages, track.length), track.length)
 
 
 def _best_longest(
