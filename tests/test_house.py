@@ -22,8 +22,8 @@ LAYERS = [frozenset(line.split()) for line in (
     "buffers chunk_spec config devices merge microbatch partition plan scale_state schedule steps timing",
     "distributed grad_scaler optimizer recompute scale_ledger simulate stage store",
     "calls engine graph planner runs",
-    "checkpoint data model wrap",
-    "__init__ __main__ models",
+    "checkpoint data model models wrap",
+    "__init__ __main__",
 )]  # fmt: skip
 ALONE = frozenset({"optim"})  # imports nothing of the package, and any layer may import it
 
