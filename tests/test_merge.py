@@ -140,6 +140,8 @@ def test_zero_dim_tensors_are_averaged() -> None:
     assert weighted.dtype == torch.float16 and weighted.item() == pytest.approx(13 / 6, rel=1e-3)
     weighted.backward()
     assert [round(loss.grad.item(), 3) for loss in losses if loss.grad is not None] == [0.5, 0.333, 0.167]
+    thousands = [torch.tensor(1000.0, dtype=torch.float16)] * 4
+    assert merge_outputs(thousands, sizes=[3, 2, 2, 2]).item() == 1000.0  # ninths have too few digits in fp16
     assert merge_outputs([torch.tensor(1 + 2j), torch.tensor(3 + 0j)]).item() == 2 + 1j
     with pytest.raises(ValueError, match="3 outputs, but sizes of 2 microbatches"):
         merge_outputs(losses, sizes=[1, 2])
@@ -155,6 +157,12 @@ def test_merged_outputs_carry_the_graphs_of_their_parts() -> None:
     assert torch.allclose(x.grad, expected)
     with torch.no_grad():
         assert not merge_outputs(parts)[0].requires_grad
+
+
+def test_one_microbatch_is_not_copied() -> None:
+    rows, scalar = torch.ones(2, 3), torch.tensor(1.0)
+    merged = merge_outputs([(rows, scalar)])
+    assert merged[0] is rows and merged[1] is scalar
 
 
 def nan_object() -> float:

@@ -169,6 +169,8 @@ def test_containers_given_whole_are_not_shared_between_microbatches() -> None:
     label = {"k": 1}
     call = microbatch.split_call((rows(2),), {}, label, 2)
     assert call.labels == [label, label] and call.labels[0] is not call.labels[1] and call.labels[0] is not label
+    labels = microbatch.split_label(label, 2, None)
+    assert labels == [label, label] and labels[0] is not labels[1] and labels[0] is not label
 
 
 def test_the_label_decides_where_inputs_hold_no_tensor() -> None:
