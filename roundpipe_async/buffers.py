@@ -58,7 +58,7 @@ class LayerBuffers:
         """Write a successful call's last state to the module. Torch work: not on the event loop's thread."""
         for index, (old, new) in enumerate(zip(chain.first, chain.state, strict=True)):
             if new is old:
-                continue
+                continue  # never changed
             live = self.live(index)
             if live is not None and new is not None and live.shape == new.shape and live.dtype == new.dtype:
                 with torch.no_grad():
@@ -86,16 +86,21 @@ class BufferChain:
         copies = self._install(replica, self.state, device)
         versions = [None if copy is None else copy._version for copy in copies]
         yield
-        after: State = [replica.of(places[0][0])._buffers[places[0][1]] for places in self.buffers.places]
         self._before[microbatch] = self.state
         state = list(self.state)
-        for index, (copy, version, new) in enumerate(zip(copies, versions, after, strict=True)):
-            if new is not copy or (new is not None and new._version != version):
-                self.buffers.constant[index] = False
+        for index, places in enumerate(self.buffers.places):
+            module, name = places[0]
+            new, old = replica.of(module)._buffers[name], self.state[index]
+            if self.buffers.constant[index]:
+                unchanged = new is copies[index] and (new is None or new._version == versions[index])
+                self.buffers.constant[index] = unchanged
+            else:
+                # By value: torch's batch norm writes its statistics without counting a version.
+                unchanged = _equal(new, old)
+                self.buffers.constant[index] = unchanged and new is not None and new.nbytes > LARGE_BYTES
+            if not unchanged:
                 state[index] = None if new is None else new.detach()
                 self.changed = True
-            elif new is not None and new.nbytes > LARGE_BYTES:
-                self.buffers.constant[index] = True
         self.state = state
 
     @contextmanager
@@ -115,3 +120,9 @@ class BufferChain:
                 replica.of(module)._buffers[name] = tensor
             installed.append(tensor)
         return installed
+
+
+def _equal(new: torch.Tensor | None, old: torch.Tensor | None) -> bool:
+    if new is None or old is None:
+        return new is old
+    return new.shape == old.shape and new.dtype == old.dtype and torch.equal(new, old.to(new.device))

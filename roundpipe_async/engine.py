@@ -66,11 +66,10 @@ class Execution:
         self.collected: dict[int, Event[RunGradients]] = {}
         """Gradients, by number of the run."""
         self._values: dict[tuple[int, int], asyncio.Future[Event[Passed]]] = {}
-        self._kept: dict[tuple[int, int], Event[Passed]] = {}
+        self._kept: dict[tuple[int, int], asyncio.Future[Event[Passed]]] = {}
         self._gradients: dict[tuple[int, int], asyncio.Future[Event[Gradients]]] = {}
         self._last: dict[Stream, Event[Any]] = {}
         self._places: list[Place] = []
-        self._chained = False
         self._scope: anyio.CancelScope | None = None
 
     # ---- submitting ------------------------------------------------------------------------------------------------
@@ -147,11 +146,12 @@ class Execution:
     def take_kept(self) -> dict[tuple[int, int], Event[Passed]]:
         """The inputs kept for a backward that comes with a call of its own."""
         kept, self._kept = self._kept, {}
-        return kept
+        return {key: future.result() for key, future in kept.items()}
 
     def put_kept(self, kept: Mapping[tuple[int, int], Event[Passed]]) -> None:
         """Give what the forward call kept."""
-        self._kept.update(kept)
+        for (layer, microbatch), event in kept.items():
+            self._future(self._kept, layer, microbatch).set_result(event)
 
     @staticmethod
     def _future(
@@ -211,11 +211,10 @@ class Execution:
             await self.ticket.turn.entered
         for layer in run.layers:
             await self.work.version.ready[layer]
-        if not self._chained:
+        if self.work.chains is None:
             if self.work.changes_buffers:
                 await self.ticket.alone
-            self.work.chains.update(self.store.start_chains())
-            self._chained = True
+            self.work.chains = self.store.start_chains()
         if run.phase != "forward" and self.base is None:
             if not self.ticket.fresh:
                 await self.ticket.first
@@ -293,7 +292,7 @@ class Execution:
         )
         done = self._download(stage.device, passed, Passed.map, order)
         for layer in kept:
-            self._kept[layer, microbatch] = done
+            self._future(self._kept, layer, microbatch).set_result(done)
         self._future(self._values, layers.stop, microbatch).set_result(done)
         return done
 
@@ -323,12 +322,11 @@ class Execution:
     ) -> Event[Any]:
         layers, device, order = stage.run.layers, stage.device, (number, microbatch)
         by_layer = self.work.recompute_grain == "layer"
-        wanted = [layer for layer in layers if (layer, microbatch) in self._kept] if by_layer else [layers.start]
-        sources = {layer: self._kept.pop((layer, microbatch)) for layer in wanted}
-        kept = {
-            layer: self._upload(device, source, _kept_taker(layer), Boundary.map, order)
-            for layer, source in sources.items()
-        }
+        kept = {}
+        for layer in layers if by_layer else (layers.start,):
+            source = await self._future(self._kept, layer, microbatch)
+            del self._kept[layer, microbatch]
+            kept[layer] = self._upload(device, source, _kept_taker(layer), Boundary.map, order)
         after = [loaded, *(source.event for source in kept.values())]
         graphs: Event[Any] | None = None
         if not by_layer:

@@ -103,7 +103,7 @@ class Runner:
             execution.labels = split.labels
             schedule = await self._plan(execution, config, "fused", len(split.args))
             inputs = self._put_inputs(execution, split)
-            await execution.run_schedule(schedule, _kept_inputs(schedule))
+            await execution.run_schedule(schedule, _kept_inputs(schedule, work.recompute_grain))
             _raise_first(execution)
             indices = range(len(split.args))
             losses = [execution.fused[m].value.losses for m in indices]
@@ -133,9 +133,7 @@ class Runner:
             keep: Sequence[frozenset[int]] = [frozenset()] * len(split.args)
             if work.modes.grad:
                 backward = await self._plan(execution, config, "train_backward", len(split.args))
-                keep = _kept_inputs(backward)
-                if work.recompute_grain == "layer":
-                    keep = [frozenset(range(len(work.layers)))] * len(split.args)
+                keep = _kept_inputs(backward, work.recompute_grain)
             inputs = self._put_inputs(execution, split)
             await execution.run_schedule(schedule, keep)
             _raise_first(execution)
@@ -294,7 +292,7 @@ class Runner:
         """From here on the call happens, whatever cancels it."""
         ticket, work, store = execution.ticket, execution.work, self.store
         base = execution.base or {}
-        changed = [chain for chain in work.chains.values() if chain.changed]
+        changed = [chain for chain in (work.chains or {}).values() if chain.changed]
         if results:
             await ticket.first
         if not results and not changed:
@@ -348,8 +346,12 @@ class _Failed(Exception):
     """Stands for the user's exception until everything of the call has ended and the first one is known."""
 
 
-def _kept_inputs(schedule: Schedule) -> list[frozenset[int]]:
-    return [schedule.kept_inputs(m) for m in range(schedule.num_microbatch)]
+def _kept_inputs(schedule: Schedule, grain: str) -> list[frozenset[int]]:
+    """For each microbatch, the layers whose input forward keeps: one a stage, or every one."""
+    if grain == "stage":
+        return [schedule.kept_inputs(m) for m in range(schedule.num_microbatch)]
+    layers = frozenset(layer for run in schedule.runs if run.phase == "backward" for layer in run.layers)
+    return [layers] * schedule.num_microbatch
 
 
 async def _unbroken(event: Event[T]) -> T:

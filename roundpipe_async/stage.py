@@ -77,7 +77,8 @@ class CallWork:
     loss_weights: Sequence[float] | None
     return_outputs: bool
     timer: Timer | None
-    chains: dict[int, BufferChain] = field(default_factory=dict)
+    chains: dict[int, BufferChain] | None = None
+    """The buffers' states, by layer; None before the call may look at them."""
     recompute_scopes: dict[tuple[int, int], RecomputeScope] = field(default_factory=dict)
     needs_gradient: dict[tuple[int, int], bool] = field(default_factory=dict)
     """By first layer and microbatch: whether anything that passes there would require grad."""
@@ -364,6 +365,7 @@ class StageWork:
         replica = self._replicas[layer.index]
         with ExitStack() as stack:
             stack.enter_context(self._noting(phase, layer, microbatch))
+            assert call.chains is not None
             chain = call.chains.get(layer.index)
             if chain is not None:
                 around = chain.recompute if phase == "recompute" else chain.forward
