@@ -1,4 +1,4 @@
-"""Batches for a coroutine: an ordinary iterable, run ahead in a thread of its own, so that loading never holds the loop.
+"""Batches for a coroutine: an ordinary iterable, run ahead in its own thread, so that loading never holds the loop.
 
 Each iteration has one daemon thread, which alone touches the iterator: it makes it, draws from it and closes it. The
 items travel as a chain of one-shot events, each holding an item and the next event; permits travel back.
@@ -33,8 +33,8 @@ def prefetch(iterable: Iterable[T], buffer: int = 2) -> Prefetch[T]:
         async for batch in prefetch(dataloader): ...                  # one epoch; iterate again for the next
         async with prefetch(dataloader) as batches: ...               # and wait, at the end, until all is closed
 
-    - Any iterable: a DataLoader, a list, a generator. Its `__iter__` and `__next__` run in one thread of the iteration's
-      own, with the caller's context variables; order is kept; its exceptions reach the consumer as themselves.
+    - Any iterable: a DataLoader, a list, a generator. Its `__iter__` and `__next__` run in the iteration's own thread,
+      with the caller's context variables; order is kept; its exceptions reach the consumer as themselves.
     - `break`, an exception or a cancellation in the loop, `aclose()`, the end of the event loop or the loss of the last
       reference end the thread: after the item that it is just making, it closes a generator and drops any other
       iterator, which ends a DataLoader's workers. `aclose()` and `async with` wait for that, the others do not.
@@ -64,7 +64,8 @@ class Prefetch(Generic[T]):
             raise ValueError(f"buffer must be at least 1, not {buffer}")
         self._iterable = iterable
         self._buffer = buffer
-        self._iterations: WeakSet[Iteration[T]] = WeakSet()
+        self._feeders: WeakSet[_Feeder[T]] = WeakSet()
+        self._lock = threading.Lock()
         self._kept: Iteration[T] | None = None
 
     def __len__(self) -> int:
@@ -74,9 +75,10 @@ class Prefetch(Generic[T]):
         return True  # else truth would ask for a length that may not exist
 
     def __aiter__(self) -> Iteration[T]:
-        iteration = Iteration(_Feeder(self._iterable, self._buffer))
-        self._iterations.add(iteration)
-        return iteration
+        feeder = _Feeder(self._iterable, self._buffer)
+        with self._lock:
+            self._feeders.add(feeder)
+        return Iteration(feeder)
 
     async def __anext__(self) -> T:
         if self._kept is None:
@@ -91,11 +93,12 @@ class Prefetch(Generic[T]):
     async def aclose(self) -> None:
         """End all iterations of this object and wait until their iterators are closed. Twice is fine."""
         self._kept = None
-        iterations = list(self._iterations)
-        for iteration in iterations:
-            iteration.stop()
-        for iteration in iterations:
-            await iteration.aclose()
+        with self._lock:
+            feeders = list(self._feeders)  # also of iterations that were left by `break`, while their thread runs
+        for feeder in feeders:
+            feeder.stop()
+        for feeder in feeders:
+            await feeder.ended
 
     async def __aenter__(self) -> Prefetch[T]:
         return self
@@ -124,14 +127,10 @@ class Iteration(Generic[T]):
         """Whether there will be no more items."""
         return self._feeder.stopped
 
-    def stop(self) -> None:
-        """End the iteration, not waiting for the thread."""
-        self._feeder.stop()
-
     async def aclose(self) -> None:
         """End the iteration and wait until its iterator is closed; raises what closing it raised."""
         self._feeder.stop()
-        if not self._items.ag_running:  # else somebody waits for an item: the feeder wakes him with the end
+        if not self._items.ag_running:  # type: ignore[attr-defined]  # else somebody waits for an item: the feeder wakes him with the end
             await self._items.aclose()
         await self._feeder.ended
 
@@ -141,18 +140,21 @@ class Iteration(Generic[T]):
 
 async def _items(feeder: _Feeder[T]) -> AsyncGenerator[T, None]:
     link: Any = None
-    found: Any = None
+    item: Any = None
     try:
         link = feeder.start()
-        while (found := await link) is not None and not feeder.stopped:
-            item, link = found
-            found = None
+        while True:
+            item, link = await link
+            if link is None and item is not None:
+                raise item
+            if link is None or feeder.stopped:
+                return
             feeder.permits.put(None)
             yield item
             item = None  # not held while the next one is waited for
     finally:
         feeder.stop()
-        link = found = None  # an exception's traceback holds this frame, and the last link holds the exception
+        item = link = None  # the traceback of an exception holds this frame
 
 
 class _Feeder(Generic[T]):
@@ -172,14 +174,17 @@ class _Feeder(Generic[T]):
         self.ended: Event[None] = Event()
 
     def start(self) -> Event[Any]:
-        """Start the thread; the first event of the chain. An event's value is (item, next event), or None at the end."""
+        """Start the thread; the chain's first event.
+
+        An event's value is (item, next event), at the end (None, None), after a failure (the exception, None).
+        """
         first: Event[Any] = Event()
         if self.stopped:
-            first.set(None)
+            first.set((None, None))
             return first
-        thread = threading.Thread(
-            target=self._context.run, args=(self._run, first), name="roundpipe_async.prefetch", daemon=True
-        )
+        self._first = first  # not an argument: a thread holds its arguments, and the first event holds the whole chain
+        name = "roundpipe_async.prefetch"
+        thread = threading.Thread(target=self._context.run, args=(self._run,), name=name, daemon=True)
         _at_exit.add(self)
         thread.start()
         self.thread = thread
@@ -194,7 +199,9 @@ class _Feeder(Generic[T]):
                 self._iterable = None
                 self.ended.set(None)
 
-    def _run(self, link: Event[Any]) -> None:
+    def _run(self) -> None:
+        link = self._first
+        del self._first
         iterator: Iterator[T] | None = None
         failure: BaseException | None = None
         try:
@@ -219,10 +226,7 @@ class _Feeder(Generic[T]):
             self.ended.set(None)
         else:
             self.ended.fail(closing)
-        if failure is None:
-            link.set(None)
-        else:
-            link.fail(failure)
+        link.set((failure, None))
         del link, failure, closing  # the traceback holds this frame
 
     def _make_iterator(self) -> Iterator[T]:
