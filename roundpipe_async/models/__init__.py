@@ -13,7 +13,13 @@ from torch import nn
 
 Preset: TypeAlias = Callable[[nn.Module], nn.Sequential]
 
-_HUGGING_FACE: dict[str, str] = {}
+_HUGGING_FACE = {
+    "GPT2LMHeadModel": "cut_gpt2_like",
+    "LlamaForCausalLM": "cut_llama_like",
+    "MistralForCausalLM": "cut_llama_like",
+    "Qwen2ForCausalLM": "cut_llama_like",
+    "Qwen3ForCausalLM": "cut_llama_like",
+}
 
 
 def preset_names() -> list[str]:
