@@ -18,9 +18,10 @@ from typing import Any, cast, overload
 
 import torch
 
+from .events import Event
 from .scale_ledger import NEVER_SCALED, Barrier, Ledger, OptimizerRecord, Stage
 from .scale_state import Factor, Rules, ScaleState, SkippedStepsError, UpdateOutcome, check_scale
-from .steps import Window, current_step, current_window, tick
+from .steps import StepHandle, Window, current_step, current_window, tick
 
 __all__ = ["GradScaler", "SkippedStepsError", "UpdateOutcome"]
 
@@ -373,9 +374,21 @@ class GradScaler:
         Scale and growth tracker are those of the last update in force; for the newest, `await synchronize()` before.
         With `hysteresis` or `max_consecutive_skips` the count of overflows in a row is a sixth.
         """
+        return self._saved(self._ledger.published, self._rules)
+
+    def boundary_state_dict(self, flying: Iterable[StepHandle]) -> tuple[Event[None], Callable[[], dict[str, Any]]]:
+        """What `state_dict` will give when every update called so far is in force, for a checkpoint beside training.
+
+        An event, and a function that gives the dict once that happened; training goes on as if nobody had asked.
+        AssertionError between `step` and `update`, as for pickle; `flying` are the model's steps in flight.
+        """
+        event, newest = self._ledger.newest(flying)
+        rules = self._rules
+        return event, lambda: self._saved(newest(), rules)
+
+    def _saved(self, state: ScaleState, rules: Rules) -> dict[str, Any]:
         if not self._enabled:
             return {}
-        state, rules = self._ledger.published, self._rules
         saved: dict[str, Any] = {
             "scale": state.factor.value if self._ledger.initialized else state.factor.raw,
             "growth_factor": rules.growth_factor,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -369,9 +369,31 @@ class Ledger:
         all_done(steps_in_flight()).wait()
         state = self.settle_pending()
         with self._lock:
-            if self._open.records:
-                raise AssertionError(
-                    "a GradScaler can be pickled or copied at the beginning of an iteration or after its update(), "
-                    "not between step() or unscale_() and update()"
-                )
+            self._refuse_open(())
         return state
+
+    def newest(self, flying: Iterable[StepHandle]) -> tuple[Event[None], Callable[[], ScaleState]]:
+        """The state after every update called so far: an event, and what gives it once that happened. Never waits.
+
+        AssertionError where an iteration has begun, by a record or by one of the steps in flight `flying`.
+        """
+        with self._lock:
+            self._refuse_open(flying)
+            if not self._closed:
+                state = self._newest
+                return _NO_STEPS, lambda: state
+            last = self._closed[-1]
+            return last.done, lambda: self._settled(last)
+
+    def _settled(self, iteration: Iteration) -> ScaleState:
+        with self._lock:
+            self._settle_through(iteration.index)
+            assert iteration.result is not None
+            return iteration.result
+
+    def _refuse_open(self, flying: Iterable[StepHandle]) -> None:
+        if self._open.records or any(step.scheduled_at > self._closed_at for step in flying):
+            raise AssertionError(
+                "a GradScaler can be pickled or copied at the beginning of an iteration or after its update(), "
+                "not between step() or unscale_() and update()"
+            )
