@@ -60,6 +60,8 @@ class Execution:
         self.more: Sequence[RunGradients] = ()
         """Gradients that came from a graph behind the inputs."""
         self.committed = False
+        self.dispatched: Event[None] = Event()
+        """Happens when every run of the schedule is enqueued."""
         self.labels: Sequence[Any] = ()
         self.fused: dict[int, Event[Fused]] = {}
         """Results of the fused stage, by microbatch."""
@@ -96,10 +98,13 @@ class Execution:
             except Abandoned:
                 raise
             except BaseException as error:
+                passable = _passable(error)
                 if action is not None and order[0] < 0:
-                    error.add_note(f"roundpipe_async: in {action.kind}")
-                work.errors.append((*order, error))
-                raise
+                    passable.add_note(f"roundpipe_async: in {action.kind}")
+                work.errors.append((*order, passable))
+                if passable is error:
+                    raise
+                raise passable from error
 
         event = stream.submit(guarded, after=after, action=action)
         self._last[stream] = event
@@ -109,8 +114,23 @@ class Execution:
         """Wait until nothing of the call runs any more. No cancellation cuts it short."""
         for event in list(self._last.values()):
             await settled(event)
+        self._leave()
+
+    def _leave(self) -> None:
         for place in self._places:
             place.leave()
+
+    def forget(self) -> None:
+        """End the call where nobody can wait for it: it never began, or its event loop is gone."""
+        self.work.abandoned = True
+        self._leave()
+        self.undo()
+        self.store.settle(self.ticket)
+
+    def undo(self) -> None:
+        """Put the random state back, unless the call has happened."""
+        if self.ticket.seed is not None and not self.committed:
+            self.ticket.seed.undo()
 
     def first_error(self) -> BaseException | None:
         """What the call failed with: of several failures the first in the schedule's order, which notes the others."""
@@ -142,6 +162,15 @@ class Execution:
     def input_gradients(self, microbatch: int) -> Gradients:
         """The gradients of the first layer's input, of a schedule that ended there."""
         return self._gradients.pop((0, microbatch)).result().value
+
+    def watch_output(self, layer: int, microbatch: int, tell: Callable[[int, Event[Passed]], None]) -> None:
+        """Call `tell(microbatch, event)` when the last forward run's work on a microbatch has been submitted."""
+
+        def submitted(future: asyncio.Future[Event[Passed]]) -> None:
+            if not future.cancelled():
+                tell(microbatch, future.result())
+
+        self._future(self._values, layer, microbatch).add_done_callback(submitted)
 
     def take_kept(self) -> dict[tuple[int, int], Event[Passed]]:
         """The inputs kept for a backward that comes with a call of its own."""
@@ -184,6 +213,8 @@ class Execution:
                     self._fail(-1, error)
                 if self.ticket.turn is not None:
                     self.ticket.turn.leave()
+                if not self.work.abandoned and not self.dispatched.done():
+                    self.dispatched.set(None)
         except BaseException:
             self.work.abandoned = True
             raise
@@ -410,6 +441,16 @@ class Execution:
             action=Action("download", microbatch=order[1]),
             order=order,
         )
+
+
+def _passable(error: BaseException) -> BaseException:
+    """The exception as it can travel through coroutines, which take StopIteration for their own end."""
+    if not isinstance(error, StopIteration):
+        return error
+    passable = RuntimeError(f"user code raised {error!r}")
+    for note in getattr(error, "__notes__", ()):
+        passable.add_note(note)
+    return passable
 
 
 class _Arrival(Generic[T]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -120,6 +120,31 @@ class Event(Generic[T]):
             self.add_callback(lambda _: waker.wake(future))
             yield from future
         return self.value
+
+
+def all_of(events: Sequence[Event[Any]]) -> Event[None]:
+    """An event that happens when all of `events` have, or fails with the first failure among them."""
+    result: Event[None] = Event()
+    left = len(events)
+    lock = threading.Lock()
+
+    def count(event: Event[Any]) -> None:
+        nonlocal left
+        with lock:
+            if left <= 0:
+                return  # another one has failed
+            left = -1 if event.error is not None else left - 1
+            decided = left <= 0
+        if event.error is not None:
+            result.fail(event.error)
+        elif decided:
+            result.set(None)
+
+    if not events:
+        result.set(None)
+    for event in events:
+        event.add_callback(count)
+    return result
 
 
 class Waker:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from roundpipe_async.calls import call
+from roundpipe_async.calls import Begun, call
 from roundpipe_async.config import RoundPipeRunConfig
 from roundpipe_async.devices.pool import DevicePool
 from roundpipe_async.errors import ClosedError
@@ -23,7 +23,6 @@ from roundpipe_async.optimizer import in_optimizer_ctx
 from roundpipe_async.plan import LayerCost
 from roundpipe_async.planner import Planner
 from roundpipe_async.runs import Request, Runner
-from roundpipe_async.steps import StepHandle
 from roundpipe_async.store import Store
 
 _owners: dict[int, tuple[ref[nn.Parameter], ref[RoundPipe]]] = {}
@@ -97,11 +96,11 @@ class RoundPipe:
         own["_name"] = name or _call_site()
         own["_pool"] = pool
         own["_pin_model"] = pin_model
-        _claim(self, model)
         store = own["_store"] = Store(layers, optim_dtype, pool)
         planner = Planner(len(layers), len(pool.devices), self.layer_costs)
         device_types = frozenset(device.torch_device.type for device in pool.devices)
         own["_runner"] = Runner(self._name, pool, store, planner, None, device_types)
+        _claim(self, model)  # last: a constructor that raises leaves nothing claimed
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -126,14 +125,18 @@ class RoundPipe:
         Calls execute in the order in which this method was called, whoever awaits them.
         """
 
-        def begin() -> Coroutine[Any, Any, Any]:
+        def begin() -> Begun[Any]:
             self._check_open()
             if not isinstance(input_args, tuple):
                 raise TypeError(f"input_args must be a tuple of positional arguments, not {type(input_args).__name__}")
+            if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
+                raise TypeError(f"input_kwargs must be a mapping, not {type(input_kwargs).__name__}")
+            if not callable(loss_fn):
+                raise TypeError(f"loss_fn must be callable as loss_fn(outputs, label), not {loss_fn!r}")
             config = self._config.merged(run_config)
-            execution = self._runner.admit(config, loss_fn, return_outputs)
             request = Request(input_args, dict(input_kwargs or {}), label, config)
-            return self._runner.forward_backward(execution, request)
+            execution = self._runner.admit(config, loss_fn, return_outputs)  # the last thing that may raise
+            return Begun(self._runner.forward_backward(execution, request), execution.forget)
 
         return call(begin, "forward_backward")
 
@@ -142,15 +145,18 @@ class RoundPipe:
     ) -> Coroutine[Any, Any, Any]:
         """Await the outputs of one batch, merged, on the host or on the config's `output_device`.
 
-        In grad mode they carry a graph: walk it with `await model.backward(loss)`. Otherwise this is inference only.
-        May run beside training: it sees one version of the parameters.
+        With `merge_output=False` the await returns as soon as the microbatches are known, with `Microbatches` to give
+        to another model or to await. In grad mode outputs carry a graph: walk it with `await model.backward(loss)`.
+        Otherwise this is inference only. May run beside training: it sees one version of the parameters.
         """
 
-        def begin() -> Coroutine[Any, Any, Any]:
+        def begin() -> Begun[Any]:
             self._check_open()
             config = self._config.merged(roundpipe_run_config)
+            request = Request(args, kwargs, None, config)
             execution = self._runner.admit(config)
-            return self._runner.forward(execution, Request(args, kwargs, None, config))
+            run = self._runner.forward_packed if config.merge_output is False else self._runner.forward
+            return Begun(run(execution, request), execution.forget)
 
         return call(begin, "forward")
 
@@ -162,13 +168,13 @@ class RoundPipe:
         `loss` and `gradient` as in `torch.autograd.backward`.
         """
 
-        def begin() -> Coroutine[Any, Any, None]:
+        def begin() -> Begun[None]:
             self._check_open()
             store = self._store
             store.bind_loop(self._name)
             modes = Modes.capture(True, self._runner.device_types)
             ticket = store.admit_call(ordered=True, gradients=True, seeded=False)
-            return self._runner.backward(ticket, loss, gradient, modes)
+            return Begun(self._runner.backward(ticket, loss, gradient, modes), lambda: store.settle(ticket))
 
         return call(begin, "backward")
 
@@ -188,14 +194,19 @@ class RoundPipe:
         cancelled.
         """
 
-        def begin() -> Coroutine[Any, Any, Any]:
+        def begin() -> Begun[Any]:
             self._check_open()
+            if not callable(step_fn):
+                raise TypeError(f"step_fn must be callable, not {step_fn!r}")
             store = self._store
             store.bind_loop(self._name)
-            error = store.pending_error()
-            if error is not None:
-                raise error
-            return _step_outcome(store.admit_step(step_fn, args, kwargs, copy_context(), is_async), is_async)
+            failed = store.failed_step()
+            if failed is not None:
+                return Begun(_wait_for(()), finish=lambda _: failed.result())
+            handle = store.admit_step(step_fn, args, kwargs, copy_context(), is_async)
+            if is_async:
+                return Begun(_wait_for(()), finish=lambda _: handle)
+            return Begun(_wait_for([handle.event.settled()]), finish=lambda _: handle.result())
 
         return call(begin, "step")
 
@@ -206,19 +217,17 @@ class RoundPipe:
         has seen it yet.
         """
 
-        def begin() -> Coroutine[Any, Any, None]:
+        def begin() -> Begun[None]:
             self._check_open()
             self._store.bind_loop(self._name)
-            return self._synchronize(self._store.in_flight())
+            return Begun(_wait_for(self._store.in_flight()), finish=self._raise_unseen)
 
         return call(begin, "synchronize")
 
-    async def _synchronize(self, events: list[Event[Any]]) -> None:
-        for event in events:
-            await event.settled()
-        error = self._store.pending_error()
-        if error is not None:
-            raise error
+    def _raise_unseen(self, _: None) -> None:
+        failed = self._store.failed_step()
+        if failed is not None:
+            failed.result()
 
     @property
     def param_version(self) -> int:
@@ -231,20 +240,16 @@ class RoundPipe:
         """Wait for everything in flight, publish the newest parameters, and give the parameters free for another
         wrapper. Closing twice is fine; using the model afterwards is a ClosedError. The pool stays open."""
 
-        def begin() -> Coroutine[Any, Any, None]:
-            if self._closed:
-                return _nothing()
+        def begin() -> Begun[None]:
             self._store.bind_loop(self._name)
             self.__dict__["_closed"] = True
-            return self._close(self._store.in_flight())
+            return Begun(self._close(self._store.in_flight()), finish=self._raise_unseen)
 
         return call(begin, "aclose")
 
-    async def _close(self, events: list[Event[Any]]) -> None:
-        try:
-            await self._synchronize(events)
-        finally:
-            _release(self)
+    async def _close(self, events: Sequence[Event[Any]]) -> None:
+        await _wait_for(events)
+        _release(self)
 
     async def __aenter__(self) -> RoundPipe:
         self._check_open()
@@ -338,12 +343,12 @@ class RoundPipe:
         return f"RoundPipe({self._name!r}, {len(self._store.layers)} layers, {self._pool!r})"
 
 
-async def _step_outcome(handle: StepHandle, is_async: bool) -> Any:
-    return handle if is_async else await handle
-
-
-async def _nothing() -> None:
-    pass
+async def _wait_for(events: Sequence[Event[Any]]) -> None:
+    """Wait until all events are done, then raise the first exception among theirs."""
+    for event in events:
+        await event.settled()
+    for event in events:
+        _ = event.value
 
 
 def _call_site() -> str:

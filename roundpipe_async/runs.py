@@ -14,14 +14,16 @@ from typing import Any, TypeVar
 import torch
 
 from roundpipe_async import tree
+from roundpipe_async.calls import background, stop
 from roundpipe_async.config import RoundPipeRunConfig
 from roundpipe_async.devices.cpu import run_in_thread
 from roundpipe_async.devices.pool import DevicePool
 from roundpipe_async.engine import Execution, settled
-from roundpipe_async.events import Event
+from roundpipe_async.events import Event, all_of
 from roundpipe_async.graph import Graph, Walk, current_walks, join_outputs
 from roundpipe_async.microbatch import SplitCall, loss_weights, merge_outputs, split_call, sum_losses
 from roundpipe_async.modes import Modes
+from roundpipe_async.packed import Microbatches, arrived, fitted, joined, packed_leaves, unpacked
 from roundpipe_async.planner import Planner
 from roundpipe_async.schedule import Schedule, ScheduleType
 from roundpipe_async.stage import Boundary, CallWork, Gradients, Passed, Timer
@@ -102,7 +104,7 @@ class Runner:
             work.loss_weights = loss_weights(split.sizes, config.loss_reduction)
             execution.labels = split.labels
             schedule = await self._plan(execution, config, "fused", len(split.args))
-            inputs = self._put_inputs(execution, split)
+            inputs = await self._put_inputs(execution, split)
             await execution.run_schedule(schedule, _kept_inputs(schedule, work.recompute_grain))
             _raise_first(execution)
             indices = range(len(split.args))
@@ -122,8 +124,8 @@ class Runner:
             await self._commit(execution, results)
         return result
 
-    async def forward(self, execution: Execution, request: Request) -> Any:
-        """A forward pass, with a graph behind the outputs in grad mode."""
+    async def forward(self, execution: Execution, request: Request, packed: Microbatches | None = None) -> Any:
+        """A forward pass, with a graph behind the outputs in grad mode; `packed` is told of each output."""
         async with _AllOrNothing(execution):
             split = await self._split(execution, request)
             work, config = execution.work, request.config
@@ -134,10 +136,16 @@ class Runner:
             if work.modes.grad:
                 backward = await self._plan(execution, config, "train_backward", len(split.args))
                 keep = _kept_inputs(backward, work.recompute_grain)
-            inputs = self._put_inputs(execution, split)
+            inputs = await self._put_inputs(execution, split)
+            if packed is not None:
+                packed.begin(len(split.args), split.sizes)
+                execution.dispatched.add_callback(lambda _: packed.dispatched.set(None))
+                for m in range(len(split.args)):
+                    execution.watch_output(len(work.layers), m, packed.arrive)
             await execution.run_schedule(schedule, keep)
             _raise_first(execution)
             boundaries = [execution.output(len(work.layers), m) for m in range(len(split.args))]
+            await inputs.complete()
             graph = None
             if backward is not None:
                 kept = execution.take_kept()
@@ -146,12 +154,38 @@ class Runner:
             def finish() -> Any:
                 if graph is None:
                     with work.modes.entered(False):
-                        return self._merged([boundary.value() for boundary in boundaries], split.sizes, config)
-                return self._merged(join_outputs(graph, boundaries, inputs), split.sizes, config)
+                        outputs = [boundary.value() for boundary in boundaries]
+                        return outputs if packed else self._merged(outputs, split.sizes, config)
+                outputs = join_outputs(graph, boundaries, inputs.tensors())
+                return outputs if packed else self._merged(outputs, split.sizes, config)
 
             result = await execution.submit(self.pool.host, finish, action=Action("merge"))
             await self._commit(execution, [])
         return result
+
+    async def forward_packed(self, execution: Execution, request: Request) -> Microbatches:
+        """A forward pass whose outputs are handed on one by one; it runs on while its caller goes on."""
+        packed = Microbatches()
+
+        async def run() -> None:
+            error: BaseException | None = None
+            try:
+                packed.joined.set(await self.forward(execution, request, packed))
+            except BaseException as caught:
+                error = caught
+                if isinstance(caught, asyncio.CancelledError):
+                    error = None
+                    raise
+            finally:
+                packed.end(error)
+
+        task = background(run(), "forward")
+        try:
+            await packed.started
+        except asyncio.CancelledError:
+            await stop(task)
+            raise
+        return packed
 
     async def backward(self, ticket: CallTicket, tensors: Any, gradients: Any, modes: Modes) -> None:
         """Walk a graph, with the stages of every model in it, in a thread; commit this model's gradients at the end."""
@@ -222,6 +256,10 @@ class Runner:
     async def _split(self, execution: Execution, request: Request) -> SplitCall:
         config, pool = request.config, self.pool
         count = config.num_microbatch or len(pool.devices) + 1
+        packed = packed_leaves((request.args, request.kwargs))
+        for leaf in packed:
+            await leaf.started
+            count = len(leaf)
 
         def split() -> SplitCall:
             with torch.set_grad_enabled(execution.work.modes.grad):
@@ -239,7 +277,8 @@ class Runner:
                 )
 
         try:
-            return await execution.submit(pool.host, split, action=Action("split"))
+            result = await execution.submit(pool.host, split, action=Action("split"))
+            return fitted(result, packed) if packed else result
         finally:
             request.args, request.kwargs, request.label = (), {}, None
 
@@ -253,25 +292,25 @@ class Runner:
         )
 
     @staticmethod
-    def _put_inputs(execution: Execution, split: SplitCall) -> list[list[torch.Tensor | None]]:
-        """Hand the microbatches to the engine; gives, leaf by leaf, the tensors behind which the user's graph lies."""
-        grad = execution.work.modes.grad
-        inputs: list[list[torch.Tensor | None]] = []
-        for m, value in enumerate(zip(split.args, split.kwargs, strict=True)):
-            leaves, structure = tree.flatten(value)
-            needs = tuple(grad and isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-            inputs.append([leaf if need else None for leaf, need in zip(leaves, needs, strict=True)])
-            cut = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            execution.put_input(m, Event.happened(Passed(Boundary(cut, structure, needs), {})))
+    async def _put_inputs(execution: Execution, split: SplitCall) -> _Inputs:
+        """Hand the microbatches to the engine."""
+        inputs = _Inputs(split, execution.work.modes.grad)
+        for m in range(len(split.args)):
+            execution.put_input(m, inputs.passed(m))
+        # Their runs must stand before ours in the lines of the devices, which is what keeps any two from waiting for
+        # each other.
+        for packed in inputs.packed:
+            await packed.dispatched
         return inputs
 
     async def _walk_inputs(
-        self, execution: Execution, inputs: Sequence[Sequence[torch.Tensor | None]], gradients: Sequence[Gradients]
+        self, execution: Execution, inputs: _Inputs, gradients: Sequence[Gradients]
     ) -> None:
         """Walk the user's graph behind the inputs."""
+        await inputs.complete()
         tensors: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
-        for of_microbatch, slots in zip(inputs, gradients, strict=True):
+        for of_microbatch, slots in zip(inputs.tensors(), gradients, strict=True):
             for tensor, gradient in zip(of_microbatch, slots, strict=True):
                 if tensor is not None and gradient is not None:
                     tensors.append(tensor)
@@ -309,6 +348,45 @@ class Runner:
         execution.committed = True
 
 
+class _Inputs:
+    """The inputs of one call's microbatches: cut for the engine, whole for the walk behind them."""
+
+    def __init__(self, split: SplitCall, grad: bool) -> None:
+        self._values = list(zip(split.args, split.kwargs, strict=True))
+        self._grad = grad
+        self.packed = packed_leaves(self._values)
+
+    def passed(self, microbatch: int) -> Event[Passed]:
+        """What the first layer gets."""
+        value = self._values[microbatch]
+        wanted = packed_leaves(value)
+        if not wanted:
+            return Event.happened(self._cut(value))
+        arrivals = [packed.boundaries[microbatch] for packed in wanted]
+        return all_of(arrivals).then(lambda _: self._cut(unpacked(value, microbatch, arrived)))
+
+    def _cut(self, value: Any) -> Passed:
+        leaves, structure = tree.flatten(value)
+        cut = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return Passed(Boundary(cut, structure, self._needs(leaves)), {})
+
+    def _needs(self, leaves: Sequence[Any]) -> tuple[bool, ...]:
+        return tuple(self._grad and isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+
+    async def complete(self) -> None:
+        """Wait for the calls that make the inputs, whose graphs `tensors` refer to."""
+        for packed in self.packed:
+            await packed
+
+    def tensors(self) -> list[list[torch.Tensor | None]]:
+        """For each microbatch, leaf by leaf, the tensors behind which the user's graph lies."""
+        rows = []
+        for m, value in enumerate(self._values):
+            leaves = tree.flatten(unpacked(value, m, joined))[0]
+            rows.append([leaf if need else None for leaf, need in zip(leaves, self._needs(leaves), strict=True)])
+        return rows
+
+
 class _AllOrNothing:
     """Around a call: whatever ends it, nothing of it runs on, and unless it committed nothing of it stays."""
 
@@ -323,11 +401,15 @@ class _AllOrNothing:
         execution = self._execution
         if error is not None:
             execution.work.abandoned = True
+        if isinstance(error, GeneratorExit):  # the loop is gone, and with it whoever could wait
+            if self._settles:
+                execution.forget()
+            return
         try:
             await execution.drain()
             if error is not None:
-                if self._settles and execution.ticket.seed is not None and not execution.committed:
-                    execution.ticket.seed.undo()
+                if self._settles:
+                    execution.undo()
                 if not isinstance(error, asyncio.CancelledError):
                     first = execution.first_error()
                     if first is not None and first is not error:

@@ -83,6 +83,11 @@ class StepHandle:
         """Whether the step failed and its exception was raised to somebody."""
         return self._delivered
 
+    @property
+    def unseen(self) -> bool:
+        """Whether the step failed, and nobody was told yet."""
+        return not self._delivered and self.event.error is not None
+
     def claim_error(self) -> BaseException | None:
         """The exception of a failed step, for the first who asks; None afterwards, or where there is none."""
         with self._lock:
@@ -91,19 +96,22 @@ class StepHandle:
             self._delivered = True
             return self.event.error
 
+    def result(self) -> Any:
+        """What the step function of a finished step returned or raised; raised to the first who asks."""
+        if self.event.error is None:
+            return self.event.value
+        error = self.claim_error()
+        if error is None:
+            raise StepError(
+                f"step {self.number} failed, and its error was raised before this handle was awaited: "
+                f"{self.event.error!r}"
+            ) from self.event.error
+        raise error
+
     def __await__(self) -> Generator[Any, None, Any]:
-        try:
-            return (yield from self.event.__await__())
-        except BaseException:
-            if self.event.done() and self.event.error is not None:
-                error = self.claim_error()
-                if error is None:
-                    raise StepError(
-                        f"step {self.number} failed, and its error was raised before this handle was awaited: "
-                        f"{self.event.error!r}"
-                    ) from self.event.error
-                raise error from None
-            raise
+        # Waits for the end alone, so that a waiter that is cancelled at that moment does not take the error along.
+        yield from self.event.settled().__await__()
+        return self.result()
 
 
 class StepScope:

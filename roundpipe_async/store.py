@@ -29,9 +29,10 @@ from torch import nn
 
 from roundpipe_async.buffers import BufferChain, LayerBuffers
 from roundpipe_async.devices.base import Line, Place
+from roundpipe_async.devices.cpu import run_in_thread
 from roundpipe_async.devices.pool import DevicePool
-from roundpipe_async.errors import WrongLoopError
-from roundpipe_async.events import Event
+from roundpipe_async.errors import ClosedError, WrongLoopError
+from roundpipe_async.events import Event, all_of
 from roundpipe_async.optimizer import Step, assign_gradients, snapshot
 from roundpipe_async.recompute import CallSeed, draw_call_seed
 from roundpipe_async.replica import Blueprint
@@ -130,6 +131,7 @@ class Store:
 
     def admit_call(self, *, ordered: bool, gradients: bool, seeded: bool) -> CallTicket:
         """Admit a call. `ordered`: it trains or changes buffers; `gradients`: it will commit some."""
+        self._republish()
         self.parameters.adopt()
         ticket = CallTicket(self.parameters.read(), self._window, draw_call_seed() if seeded else None)
         self._unsettled[ticket] = None
@@ -219,6 +221,7 @@ class Store:
     ) -> StepHandle:
         """Admit a step. Calls from now on read the version before it (`is_async`) or the one that it makes."""
         parameters = self.parameters
+        self._republish()
         parameters.adopt()
         self.steps_scheduled += 1
         handle = StepHandle(self.steps_scheduled, self._window)
@@ -243,14 +246,14 @@ class Store:
         return handle
 
     def _run_step(
-        self, step: Step, taking: _Taking, stale: Sequence[Slot], publication: tuple[Version, Version] | None
+        self, step: Step, taking: _Taking, stale: Sequence[Slot], publication: Version | None
     ) -> None:
         """The optimizer's thread. Never raises: the handle's event tells."""
         error: BaseException | None = None
         result = None
         try:
             gradients = taking.taken.value
-            self._refresh(stale)
+            self.parameters.refresh(stale)
             assign_gradients((self.parameters.copy_of(slot), gradient) for slot, gradient in gradients)
             result = step.run()
             orphans = [slot.name for slot, _ in gradients if not slot.handed_out]
@@ -264,7 +267,7 @@ class Store:
             error = caught
         try:
             if publication is not None:
-                self.parameters.publish(*publication)
+                self.parameters.publish(publication)
         except BaseException as caught:
             error = error or caught
         if error is None:
@@ -272,42 +275,47 @@ class Store:
         else:
             step.handle.event.fail(error)
 
-    @staticmethod
-    def _refresh(stale: Sequence[Slot]) -> None:
-        with torch.no_grad():
-            for slot in stale:
-                assert slot.copy is not None
-                slot.copy.copy_(slot.parameter)
-
     def _publish(self, number: int) -> Event[None]:
         stale = self.parameters.take_stale()
-        version, previous = self.parameters.admit(number)
+        version = self.parameters.admit(number)
+        action = Action("publish", label=str(number))
+        try:
+            return self.pool.optimizer.submit(lambda: self.parameters.publish(version, stale), action=action)
+        except ClosedError:  # the pool was closed before the model: what it still runs comes first
 
-        def publish() -> None:
-            self._refresh(stale)
-            self.parameters.publish(version, previous)
+            def publish(_: Event[None]) -> None:
+                run_in_thread(lambda: self.parameters.publish(version, stale), "publication")
 
-        return self.pool.optimizer.submit(publish, action=Action("publish", label=str(number)))
+            all_of([handle.event.settled() for handle in self._steps]).add_callback(publish)
+            return all_of(version.ready)
+
+    def _republish(self) -> None:
+        """A publication that failed is tried again: whoever was to read it failed with it, who comes now need not."""
+        if self.parameters.latest.failed:
+            self._publish(self.parameters.latest.number)
 
     # ---- synchronization ------------------------------------------------------------------------------------------
 
     def in_flight(self) -> list[Event[Any]]:
-        """Events of every call and step admitted so far and not done, and of the newest parameters' publication."""
+        """Events of every call and step admitted so far and not done, and of the newest parameters' publication.
+
+        Only those of the publication tell errors: a call's and a step's are told elsewhere.
+        """
+        self._republish()
         self.parameters.adopt()
         events: list[Event[Any]] = [ticket.settled for ticket in self._unsettled]
-        events += [handle.event for handle in self._steps if not handle.done()]
+        events += [handle.event.settled() for handle in self._steps if not handle.done()]
         if self.parameters.latest.number < self.steps_scheduled:
             self._publish(self.steps_scheduled)
         events += [event for event in self.parameters.latest.ready if not event.done()]
         return events
 
-    def pending_error(self) -> BaseException | None:
-        """The exception of a background step that nobody has seen yet; seen from now on."""
+    def failed_step(self) -> StepHandle | None:
+        """The first background step that failed and whose exception nobody has seen yet."""
         while self._steps and self._steps[0].done():
-            error = self._steps[0].claim_error()
+            if self._steps[0].unseen:
+                return self._steps[0]
             self._steps.popleft()
-            if error is not None:
-                return error
         return None
 
 

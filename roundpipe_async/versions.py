@@ -46,6 +46,13 @@ class Version:
     ready: list[Event[None]]
     tensors: list[torch.Tensor] = field(default_factory=list)
     readers: int = 0
+    before: Version | None = None
+    """The version that this one is made from, until it is published."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether its publication failed."""
+        return any(event.error is not None for event in self.ready)
 
 
 class Parameters:
@@ -110,7 +117,7 @@ class Parameters:
         while a publication is under way: whoever changes parameters beside a step has to `synchronize` first.
         """
         latest = self.latest
-        if not all(event.done() for event in latest.ready):
+        if not all(event.done() for event in latest.ready) or latest.failed:
             return
         for slot in self.slots:
             module, name = slot.places[0]
@@ -153,17 +160,40 @@ class Parameters:
             slot.stale_copy = False
         return stale
 
-    def admit(self, number: int) -> tuple[Version, Version]:
-        """Announce version `number`: calls from now on read it. Gives it and its predecessor, to `publish`."""
-        with self._lock:
-            previous = self.latest
-            self.latest = Version(number, [Event() for _ in range(self.num_layers)])
-            return self.latest, previous
+    @staticmethod
+    def refresh(stale: Sequence[Slot]) -> None:
+        """Let the copies follow the user's changes. The optimizer's thread."""
+        for slot in stale:
+            assert slot.copy is not None
+            try:
+                with torch.no_grad():
+                    slot.copy.copy_(slot.parameter)
+            except BaseException as error:
+                for other in stale:
+                    other.stale_copy = True
+                error.add_note(f"roundpipe_async: in copying the changed parameter {slot.name!r} for the optimizer")
+                raise
 
-    def publish(self, version: Version, previous: Version) -> None:
-        """Make an announced version from the copies, layer by layer. The optimizer's thread."""
+    def admit(self, number: int) -> Version:
+        """Announce version `number`, to be `publish`ed: calls from now on read it."""
+        with self._lock:
+            self.latest = Version(number, [Event() for _ in range(self.num_layers)], before=self.latest)
+            return self.latest
+
+    def publish(self, version: Version, stale: Sequence[Slot] = ()) -> None:
+        """Make an announced version from the copies, layer by layer, once those of `stale` follow their parameters.
+
+        The optimizer's thread. Where that fails the version is `failed`, and so are the calls that read it; one made
+        after it may succeed.
+        """
         try:
+            self.refresh(stale)
             with self._lock:
+                previous = version.before
+                assert previous is not None
+                while not previous.tensors:  # its publication failed before it had memory
+                    assert previous.before is not None
+                    previous = previous.before
                 in_place = previous.readers == 0
                 if in_place:
                     version.tensors = previous.tensors
@@ -176,20 +206,21 @@ class Parameters:
                 for slot in self.slots:
                     if layer in slot.layers and slot.index not in published:
                         published.add(slot.index)
-                        self._publish_slot(slot, version.tensors[slot.index], in_place)
+                        self._publish_slot(slot, version.tensors[slot.index])
                 version.ready[layer].set(None)
+            version.before = None
         except BaseException as error:
             for event in version.ready:
                 if not event.done():
                     event.fail(error)
             raise
 
-    def _publish_slot(self, slot: Slot, tensor: torch.Tensor, in_place: bool) -> None:
+    def _publish_slot(self, slot: Slot, tensor: torch.Tensor) -> None:
         if slot.copy is None:
             return
         with torch.no_grad():
             tensor.copy_(slot.copy)
-            if not in_place:
+            if slot.parameter.data_ptr() != tensor.data_ptr():
                 slot.parameter.data = tensor
         slot.seen_version = slot.parameter._version
 
