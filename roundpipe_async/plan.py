@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol, overload
 
-from .errors import PlanError
-from .partition import Cuts, Weights, best_cuts
+from roundpipe_async.errors import PlanError
+from roundpipe_async.partition import Cuts, Weights, best_cuts
 
 RunType = Literal["infer", "train", "fused"]
 RUN_TYPES: tuple[RunType, ...] = ("infer", "train", "fused")
@@ -46,6 +46,18 @@ class LayerCost:
     def recomputed_backward_s(self) -> float:
         """Seconds of a backward stage's part: recompute, then backward."""
         return self.recompute_s + self.backward_s
+
+
+ASSUMED_BYTES_PER_S = 1e11
+"""The rate at which a layer's parameters stand in for its forward pass; only ratios between layers matter."""
+
+
+def timed(costs: Sequence[LayerCost]) -> Sequence[LayerCost]:
+    """The costs, or, where no layer has any times, the same with times that follow the parameter bytes."""
+    if any(cost.forward_s or cost.recompute_s or cost.backward_s for cost in costs):
+        return costs
+    unit = [max(cost.parameter_bytes, 1) / ASSUMED_BYTES_PER_S for cost in costs]
+    return [replace(cost, forward_s=s, recompute_s=s, backward_s=2 * s) for cost, s in zip(costs, unit, strict=True)]
 
 
 class Planned(Protocol):
@@ -237,14 +249,12 @@ def balanced_plans(
 
 
 def _weights(costs: Sequence[LayerCost]) -> Weights:
-    """Times of each layer in each pass; parameter bytes (backward counting three times) stand in for no times."""
+    """Times of each layer in each pass, and its parameter bytes."""
     size = [float(cost.parameter_bytes) for cost in costs]
-    if any(cost.forward_s or cost.recomputed_backward_s for cost in costs):
-        forward = [cost.forward_s for cost in costs]
-        fused = [cost.fused_s for cost in costs]
-        return Weights(forward, fused, [cost.recomputed_backward_s for cost in costs], size)
-    stand_in = [max(x, 1.0) for x in size]
-    return Weights(stand_in, [3 * x for x in stand_in], [3 * x for x in stand_in], size)
+    costs = timed(costs)
+    forward = [cost.forward_s for cost in costs]
+    fused = [cost.fused_s for cost in costs]
+    return Weights(forward, fused, [cost.recomputed_backward_s for cost in costs], size)
 
 
 def _log_oversize(run_type: str, costs: Sequence[LayerCost], limit: float | None) -> None:

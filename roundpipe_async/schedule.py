@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from .errors import ScheduleError
-from .plan import ModelExecutePlan, RunType
+from roundpipe_async.errors import ScheduleError
+from roundpipe_async.plan import ModelExecutePlan, RunType
 
 Phase = Literal["forward", "fused", "backward"]
 ScheduleType = Literal["infer", "train_forward", "train_backward", "fused"]

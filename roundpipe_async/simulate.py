@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from .plan import LayerCost
-from .schedule import Phase, Schedule, StageRun
+from roundpipe_async.plan import LayerCost
+from roundpipe_async.schedule import Phase, Schedule, StageRun
 
 ActionKind = Literal["forward", "fused", "recompute", "backward", "upload"]
 

@@ -10,11 +10,10 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
-from .plan import LayerCost
+from roundpipe_async.plan import ASSUMED_BYTES_PER_S, LayerCost
 
 TimedPass = Literal["forward", "recompute", "backward"]
 PASSES: tuple[TimedPass, ...] = ("forward", "recompute", "backward")
-ASSUMED_BYTES_PER_S = 1e11  # before the first measurement; only ratios between layers matter then
 
 
 class LayerTimer:

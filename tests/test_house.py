@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "roundpipe_async"
 LAYERS = [frozenset(line.split()) for line in (
     "errors events modes replica trace tree versions",
     "buffers chunk_spec config devices merge microbatch partition plan scale_state schedule steps timing",
-    "distributed grad_scaler optimizer recompute scale_ledger simulate stage store",
+    "baselines distributed drafts grad_scaler optimizer recompute scale_ledger search seeds simulate stage store",
     "calls engine graph planner runs",
     "checkpoint data model models wrap",
     "__init__ __main__",
