@@ -352,6 +352,24 @@ def test_eight_threads_in_any_order_draw_what_one_draws_and_do_not_disturb_the_o
     assert torch.random.default_generator is torch.default_generator
 
 
+def test_threads_under_dispatch_modes_take_turns_at_the_default_generator() -> None:
+    expected = plain(7, lambda: torch.cat([torch.rand(1000) for _ in range(20)]))
+    before = torch.get_rng_state()
+
+    def worker() -> None:
+        for _ in range(10):
+            with FlopCounterMode(display=False), seeded(7, CPU):
+                assert torch.equal(torch.cat([torch.rand(1000) for _ in range(20)]), expected)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads([worker] * 4)
+    finally:
+        sys.setswitchinterval(interval)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # ---- accelerators ---------------------------------------------------------------------------------------------------
 
 

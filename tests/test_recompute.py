@@ -199,6 +199,7 @@ def test_a_failed_call_puts_its_draw_back_unless_somebody_drew_since() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert not call.undo()
     assert draw_call_seed().value == call.value
+    assert not call.undo(), "an undone call does not undo the next one's draw"
     late = draw_call_seed()
     torch.rand(1)
     now = torch.get_rng_state()
@@ -311,6 +312,18 @@ def test_calls_that_do_not_pair_up_are_an_error() -> None:
     with pytest.raises(KeyError), replaying(scope):
         get_recompute_data()
         raise KeyError  # the layer's own error is not hidden
+
+
+def test_another_thread_is_in_no_scope_of_this_one() -> None:
+    def look() -> None:
+        assert not doing_recompute()
+        save_for_recompute("elsewhere")
+
+    with recording(scope := RecomputeScope()):
+        in_threads([look])
+    assert scope.saved == []
+    with replaying(scope):
+        in_threads([look])
 
 
 def test_threads_and_inner_scopes_keep_their_data_apart() -> None:
