@@ -47,6 +47,11 @@ class Event(Generic[T]):
         return self._value is not _PENDING or self._error is not None
 
     @property
+    def launched(self) -> Event[Any]:
+        """What work on the same kind of device has to wait for before it is launched: here, the event itself."""
+        return self
+
+    @property
     def error(self) -> BaseException | None:
         """The exception that the event happened with; None while it is pending or when it has a value."""
         return self._error

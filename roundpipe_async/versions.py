@@ -55,10 +55,28 @@ class Version:
         return any(event.error is not None for event in self.ready)
 
 
+class HostMemory:
+    """Where the values of versions live: in ordinary memory, the first ones where the user has them."""
+
+    def home(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The memory of a parameter from now on: its own, or a copy elsewhere."""
+        return tensor
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for another version of a parameter."""
+        return torch.empty_like(tensor)
+
+
 class Parameters:
     """All parameters of one model. Methods are for the loop's thread, except where they say otherwise."""
 
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]], optim_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[tuple[str, nn.Module]],
+        optim_dtype: torch.dtype | None,
+        memory: HostMemory | None = None,
+    ) -> None:
+        self._memory = memory or HostMemory()
         self.optim_dtype = optim_dtype
         self.slots: list[Slot] = []
         self.num_layers = len(layers)
@@ -78,12 +96,20 @@ class Parameters:
                     if layer_index not in slot.layers:
                         slot.layers.append(layer_index)
         first = Version(0, [Event.happened(None) for _ in range(self.num_layers)])
-        first.tensors = [slot.parameter.detach() for slot in self.slots]
+        first.tensors = [self._move_home(slot) for slot in self.slots]
         self.latest = first
         """The newest version that was admitted; perhaps not published yet."""
         self._spare: list[list[torch.Tensor]] = []
         self._retired: list[Version] = []
         self._lock = threading.Lock()
+
+    def _move_home(self, slot: Slot) -> torch.Tensor:
+        tensor = slot.parameter.detach()
+        home = self._memory.home(tensor)
+        if home is not tensor:
+            slot.parameter.data = home
+            slot.seen_version = slot.parameter._version
+        return home
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
@@ -229,6 +255,6 @@ class Parameters:
         return [
             tensor
             if slot.copy is None
-            else (spare[i] if spare and spare[i].data_ptr() != tensor.data_ptr() else torch.empty_like(tensor))
+            else (spare[i] if spare and spare[i].data_ptr() != tensor.data_ptr() else self._memory.empty_like(tensor))
             for i, (slot, tensor) in enumerate(zip(self.slots, tensors, strict=True))
         ]

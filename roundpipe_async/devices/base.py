@@ -14,6 +14,7 @@ import torch
 
 from roundpipe_async.events import Event
 from roundpipe_async.trace import Action
+from roundpipe_async.versions import HostMemory
 
 T = TypeVar("T")
 
@@ -24,7 +25,9 @@ class Stream(Protocol):
 
     name: str
 
-    def submit(self, fn: Callable[[], T], *, after: Sequence[Event[Any]] = (), action: Action | None = None) -> Event[T]:
+    def submit(
+        self, fn: Callable[[], T], *, after: Sequence[Event[Any]] = (), action: Action | None = None
+    ) -> Event[T]:
         """Run `fn` after everything submitted before and after all events of `after`.
 
         The returned event gives what `fn` returned or raised. When an event of `after` failed, `fn` does not run and
@@ -37,7 +40,8 @@ class Stream(Protocol):
 class Device(Protocol):
     """A stateless worker: it keeps nothing between stage runs.
 
-    `from_host` and `to_host` are called inside functions that run on its `upload` and `download` streams. Where
+    `load` uploads the parameters of a stage, `upload` everything else. `from_host` and `to_host` are called inside
+    functions that run on the device's streams; what they copy to has its values when the stream's event is done. Where
     `shares_host_memory`, both are identities, and the engine leaves the copies out.
     """
 
@@ -46,6 +50,7 @@ class Device(Protocol):
     torch_device: torch.device
     compute: Stream
     upload: Stream
+    load: Stream
     download: Stream
     shares_host_memory: bool
 
@@ -55,6 +60,15 @@ class Device(Protocol):
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a device tensor in host memory."""
+        ...
+
+    def host_memory(self, pin_model: str) -> HostMemory:
+        """Where the parameters of models live that run here, by `RoundPipe`'s `pin_model`."""
+        ...
+
+    def statistics(self) -> dict[str, int]:
+        """What the device did so far: `num_uploads`, `uploaded_bytes`, `num_downloads`, `downloaded_bytes`, and
+        `peak_bytes` where it can tell how much of its memory was in use at most."""
         ...
 
     def close(self) -> None:

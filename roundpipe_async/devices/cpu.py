@@ -22,6 +22,7 @@ from roundpipe_async.devices.base import Stream
 from roundpipe_async.errors import ClosedError
 from roundpipe_async.events import Event
 from roundpipe_async.trace import Action
+from roundpipe_async.versions import HostMemory
 
 T = TypeVar("T")
 
@@ -48,7 +49,9 @@ class WorkerStream:
         self._closed = False
         self._lock = threading.Lock()
 
-    def submit(self, fn: Callable[[], T], *, after: Sequence[Event[Any]] = (), action: Action | None = None) -> Event[T]:
+    def submit(
+        self, fn: Callable[[], T], *, after: Sequence[Event[Any]] = (), action: Action | None = None
+    ) -> Event[T]:
         """As `Stream.submit`."""
         event: Event[T] = Event()
         with self._lock:
@@ -69,7 +72,10 @@ class WorkerStream:
     def _start(self) -> None:
         jobs = self._jobs
         self._thread = threading.Thread(
-            target=_work, args=(jobs, self._owner, self.name, self._setup), name=f"roundpipe_async {self.name}", daemon=True
+            target=_work,
+            args=(jobs, self._owner, self.name, self._setup),
+            name=f"roundpipe_async {self.name}",
+            daemon=True,
         )
         weakref.finalize(self, jobs.put, None).atexit = False
         _Leaving.watch(self._thread, jobs)
@@ -180,6 +186,8 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.shares_host_memory = not own_memory
 
+        self._counts_lock = threading.Lock()
+        self._counts = dict.fromkeys(("num_uploads", "uploaded_bytes", "num_downloads", "downloaded_bytes"), 0)
         self._streams: list[WorkerStream] = []
 
         def stream(kind: str, threads: int) -> WorkerStream:
@@ -190,15 +198,31 @@ class CpuDevice:
         self.compute: Stream = stream("compute", intra_op_threads)
         # Without memory of its own an upload only wraps parameters: not worth a thread.
         self.upload: Stream = stream("upload", 1) if own_memory else self.compute
+        self.load: Stream = stream("load", 1) if own_memory else self.compute
         self.download: Stream = stream("download", 1) if own_memory else self.compute
 
     def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `Device.from_host`."""
-        return tensor if self.shares_host_memory else tensor.detach().clone()
+        return tensor if self.shares_host_memory else self._copy(tensor, "upload")
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `Device.to_host`."""
-        return tensor if self.shares_host_memory else tensor.detach().clone()
+        return tensor if self.shares_host_memory else self._copy(tensor, "download")
+
+    def _copy(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        with self._counts_lock:
+            self._counts[f"num_{what}s"] += 1
+            self._counts[f"{what}ed_bytes"] += tensor.nbytes
+        return tensor.detach().clone()
+
+    def host_memory(self, pin_model: str) -> HostMemory:
+        """As `Device.host_memory`: nothing is pinned for a CPU."""
+        return HostMemory()
+
+    def statistics(self) -> dict[str, int]:
+        """As `Device.statistics`; without memory of its own nothing is copied or counted."""
+        with self._counts_lock:
+            return dict(self._counts)
 
     def close(self) -> None:
         """As `Device.close`."""

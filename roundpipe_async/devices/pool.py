@@ -10,9 +10,11 @@ from types import TracebackType
 
 import torch
 
+from roundpipe_async.devices import accelerator
 from roundpipe_async.devices.base import Device, Line, Stream
 from roundpipe_async.devices.cpu import CpuDevice, WorkerStream
 from roundpipe_async.errors import ClosedError
+from roundpipe_async.versions import HostMemory
 
 _logger = logging.getLogger("roundpipe_async")
 
@@ -46,9 +48,7 @@ class DevicePool:
         self._lock = threading.Lock()
 
     @classmethod
-    def cpu(
-        cls, num_devices: int = 2, intra_op_threads: int | None = None, *, own_memory: bool = False
-    ) -> DevicePool:
+    def cpu(cls, num_devices: int = 2, intra_op_threads: int | None = None, *, own_memory: bool = False) -> DevicePool:
         """`num_devices` virtual devices on the CPU.
 
         Each uses `intra_op_threads` threads inside an operation (default: the caller's `torch.get_num_threads()`
@@ -62,6 +62,14 @@ class DevicePool:
         elif intra_op_threads < 1:
             raise ValueError(f"intra_op_threads must be at least 1, got {intra_op_threads}")
         return cls([CpuDevice(index, intra_op_threads, own_memory) for index in range(num_devices)])
+
+    @classmethod
+    def accelerators(cls, indices: Sequence[int] | None = None) -> DevicePool:
+        """The accelerators with these indices, in this order; None: every one that torch reports.
+
+        RuntimeError where torch reports none, ValueError for an index that does not exist.
+        """
+        return cls(accelerator.accelerator_devices(indices))
 
     @classmethod
     def default(cls) -> DevicePool:
@@ -85,6 +93,14 @@ class DevicePool:
         """Raise ClosedError if the pool was closed."""
         if self._closed:
             raise ClosedError("this device pool is closed; make a new one, or leave `devices` out for the default")
+
+    def host_memory(self, pin_model: str) -> HostMemory:
+        """Where the parameters of models live that run in this pool, by `RoundPipe`'s `pin_model`."""
+        return self.devices[0].host_memory(pin_model)
+
+    def statistics(self) -> list[dict[str, int]]:
+        """What each device did so far: see `Device.statistics`."""
+        return [device.statistics() for device in self.devices]
 
     def take_devices(self, count: int) -> int:
         """The index of the device at which the next `count` stage runs of a round robin start; moves it on."""
@@ -116,7 +132,7 @@ class DevicePool:
     def _streams(self) -> list[Stream]:
         streams = [self.host, self.optimizer]
         for device in self.devices:
-            streams += [device.upload, device.compute, device.download]
+            streams += [device.upload, device.load, device.compute, device.download]
         return streams
 
     async def __aenter__(self) -> DevicePool:
@@ -140,11 +156,19 @@ _default_lock = threading.Lock()
 
 
 def _make_default(wish: str | None) -> DevicePool:
-    kind, _, detail = (wish or "cpu").strip().partition(":")
-    if kind != "cpu":
-        raise ValueError(f"{DEVICES_VARIABLE}={wish!r} is not understood: use cpu, cpu:N, accelerator or accelerator:I,J")
-    if detail:
-        pool = DevicePool.cpu(int(detail))
+    kind, colon, detail = (wish or "").strip().partition(":")
+    try:
+        numbers = [int(number) for number in detail.split(",")] if colon else []
+    except ValueError:
+        numbers = []
+    if (kind and kind not in ("cpu", "accelerator")) or (colon and not numbers) or (kind == "cpu" and len(numbers) > 1):
+        raise ValueError(
+            f"{DEVICES_VARIABLE}={wish!r} is not understood: use cpu, cpu:N, accelerator or accelerator:I,J"
+        )
+    if kind == "accelerator" or (not kind and accelerator.available()):
+        pool = DevicePool.accelerators(numbers or None)
+    elif numbers:
+        pool = DevicePool.cpu(numbers[0])
     else:
         pool = DevicePool.cpu(max(1, min(2, torch.get_num_threads())))
     _logger.info("default device pool: %r", pool)
