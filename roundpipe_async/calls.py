@@ -92,7 +92,7 @@ class _Call(Coroutine[Any, Any, T]):
         assert begin is not None
         begun = begin()
         self._finish = begun.finish
-        self._task = _run(begun, self.__name__)
+        self._task = background(_contained(begun.work), self.__name__, lambda: _undo(begun))
 
     async def _outcome(self) -> T:
         error, self._error = self._error, None
@@ -157,11 +157,27 @@ class _Call(Coroutine[Any, Any, T]):
         raise AttributeError(name)
 
 
-def background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """A task for work that goes on beside the call that began it; it is kept until it is done."""
-    task = asyncio.get_running_loop().create_task(work, name=f"roundpipe_async {name}")
+def background(work: Coroutine[Any, Any, T], name: str, undo: Callable[[], None] = _nothing) -> asyncio.Task[T]:
+    """A task for work that goes on beside whoever began it; it is kept until it is done.
+
+    `undo` is called if the task was cancelled before its first turn, when nothing inside `work` can clean up.
+    """
+    started = False
+
+    async def run() -> T:
+        nonlocal started
+        started = True
+        return await work
+
+    def done(task: asyncio.Task[T]) -> None:
+        _tasks.discard(task)
+        if not started:
+            work.close()
+            undo()
+
+    task = asyncio.get_running_loop().create_task(run(), name=f"roundpipe_async {name}")
     _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
+    task.add_done_callback(done)
     return task
 
 
@@ -178,24 +194,13 @@ async def stop(task: asyncio.Task[Any]) -> None:
         task.exception()  # seen
 
 
-def _run(begun: Begun[T], name: str) -> asyncio.Task[T | _Raised]:
-    started = False
+async def _contained(work: Coroutine[Any, Any, T]) -> T | _Raised:
+    try:
+        return await work
+    except (KeyboardInterrupt, SystemExit) as error:
+        return _Raised(error)
 
-    async def work() -> T | _Raised:
-        nonlocal started
-        started = True
-        try:
-            return await begun.work
-        except (KeyboardInterrupt, SystemExit) as error:
-            return _Raised(error)
 
-    def done(task: asyncio.Task[Any]) -> None:
-        _tasks.discard(task)
-        if not started:  # cancelled before its first turn
-            begun.work.close()
-            begun.undo()
-
-    task = asyncio.get_running_loop().create_task(work(), name=f"roundpipe_async {name}")
-    _tasks.add(task)
-    task.add_done_callback(done)
-    return task
+def _undo(begun: Begun[Any]) -> None:
+    begun.work.close()
+    begun.undo()

@@ -70,6 +70,10 @@ class Execution:
         self._values: dict[tuple[int, int], asyncio.Future[Event[Passed]]] = {}
         self._kept: dict[tuple[int, int], asyncio.Future[Event[Passed]]] = {}
         self._gradients: dict[tuple[int, int], asyncio.Future[Event[Gradients]]] = {}
+        self._forwarded: dict[tuple[int, int], asyncio.Future[Event[Any]]] = {}
+        """A forward run's work on a microbatch, by the run's last layer."""
+        self._last_layer: dict[int, int] = {}
+        """Of each layer, the last layer of its forward run."""
         self._last: dict[Stream, Event[Any]] = {}
         self._places: list[Place] = []
         self._scope: anyio.CancelScope | None = None
@@ -199,6 +203,9 @@ class Execution:
         Ends without an exception when user code raised: ask `first_error` after `drain`.
         """
         finished: list[Event[None]] = []
+        for run in schedule.runs:
+            if run.phase == "forward":
+                self._last_layer.update(dict.fromkeys(run.layers, run.layers[-1]))
         try:
             async with anyio.create_task_group() as group:
                 self._scope = group.cancel_scope
@@ -265,7 +272,7 @@ class Execution:
             device = self.pool.devices[run.device]
             stage = StageWork(self.work, run, device, self._base_of(run))
             loaded = self.submit(
-                device.upload, stage.load, action=Action("upload", run.layers, num_bytes=self._num_bytes(run)),
+                device.load, stage.load, action=Action("upload", run.layers, num_bytes=self._num_bytes(run)),
                 order=(number, -1),
             )
             await turn.entered
@@ -322,6 +329,7 @@ class Execution:
             order=order,
         )
         done = self._download(stage.device, passed, Passed.map, order)
+        self._future(self._forwarded, layers[-1], microbatch).set_result(done)
         for layer in kept:
             self._future(self._kept, layer, microbatch).set_result(done)
         self._future(self._values, layers.stop, microbatch).set_result(done)
@@ -359,6 +367,9 @@ class Execution:
             del self._kept[layer, microbatch]
             kept[layer] = self._upload(device, source, _kept_taker(layer), Boundary.map, order)
         after = [loaded, *(source.event for source in kept.values())]
+        if layers[-1] in self._last_layer:  # recompute may need what the forward of the stage's last layer noted
+            last = self._last_layer[layers[-1]]
+            after.append(await self._future(self._forwarded, last, microbatch))
         graphs: Event[Any] | None = None
         if not by_layer:
             graphs = self.submit(

@@ -51,8 +51,11 @@ class RoundPipe:
         optim_dtype: dtype of the optimizer's copies of floating-point parameters; None: the parameter's own.
         name: for logs and traces; default: file and line of the caller.
         model_run_config: defaults for every call.
-        pin_model: `"alloc"`, `"register"` or `"off"`: how host memory is pinned for accelerators; CPU devices need
-            none.
+        pin_model: how the host memory of parameters is pinned for accelerators, which then read it while the host does
+            something else. `"alloc"`: by torch's allocator, fast, but it rounds sizes up to powers of two.
+            `"register"`: ordinary memory is pinned (CUDA only). `"off"`: not at all, for models larger than memory
+            that the system pages in from a file. The first two move the parameters when the model is wrapped. CPU
+            devices need none of it.
         devices: a pool, shared with other models if you like; None: the process's default pool.
     """
 
@@ -96,10 +99,10 @@ class RoundPipe:
         own["_name"] = name or _call_site()
         own["_pool"] = pool
         own["_pin_model"] = pin_model
-        store = own["_store"] = Store(layers, optim_dtype, pool)
-        planner = Planner(len(layers), len(pool.devices), self.layer_costs)
+        store = own["_store"] = Store(layers, optim_dtype, pool, pin_model)
+        planner = Planner(store.layer_bytes(), len(pool.devices))
         device_types = frozenset(device.torch_device.type for device in pool.devices)
-        own["_runner"] = Runner(self._name, pool, store, planner, None, device_types)
+        own["_runner"] = Runner(self._name, pool, store, planner, device_types)
         _claim(self, model)  # last: a constructor that raises leaves nothing claimed
 
     # ---- training -------------------------------------------------------------------------------------------------
@@ -294,11 +297,7 @@ class RoundPipe:
 
     def layer_costs(self) -> list[LayerCost]:
         """What is known of each layer's times and sizes, for `ModelExecutePlan.auto`."""
-        slots = self._store.parameters.slots
-        return [
-            LayerCost(0.0, 0.0, 0.0, sum(slots[index].parameter.nbytes for index in layer.slots))
-            for layer in self._store.layers
-        ]
+        return self._runner.planner.costs()
 
     # ---- the wrapped module ---------------------------------------------------------------------------------------
 

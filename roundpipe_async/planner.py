@@ -12,17 +12,30 @@ from roundpipe_async.config import RoundPipeRunConfig
 from roundpipe_async.errors import ScheduleError
 from roundpipe_async.plan import LayerCost, ModelExecutePlan, RunType, balanced_plan
 from roundpipe_async.schedule import PLANNED_AS, Schedule, ScheduleType, round_robin
+from roundpipe_async.search import search
+from roundpipe_async.timing import LayerTimer
+
+SEARCH_EFFORT = 0.25
+"""Of the search's usual effort: about half a second, a few times in a model's life."""
+SEARCHES = 4
+"""How often a schedule is searched for: before the calls 1, 2, 3 and 5, by what was measured until then."""
 
 
 class Planner:
-    """Plans of one model, by run type."""
+    """Plans of one model, by run type, and the timer that they learn from."""
 
-    def __init__(self, num_layers: int, num_devices: int, costs: Callable[[], Sequence[LayerCost]]) -> None:
-        self._num_layers = num_layers
+    def __init__(self, parameter_bytes: Sequence[int], num_devices: int) -> None:
+        self.timer = LayerTimer(len(parameter_bytes))
+        self._parameter_bytes = parameter_bytes
+        self._num_layers = len(parameter_bytes)
         self._num_devices = num_devices
-        self._costs = costs
         self._plans: dict[RunType, ModelExecutePlan] = {}
         self._calls: dict[RunType, int] = {}
+        self._searched: dict[int, tuple[int, Schedule]] = {}
+
+    def costs(self) -> list[LayerCost]:
+        """What is known of each layer's times and sizes."""
+        return self.timer.costs(self._parameter_bytes)
 
     def schedule(
         self, kind: ScheduleType, config: RoundPipeRunConfig, num_microbatch: int, first_device: Callable[[int], int]
@@ -35,6 +48,8 @@ class Planner:
         chosen = config.schedule
         if isinstance(chosen, Schedule):
             return self._check(chosen, kind, num_microbatch)
+        if chosen == "search" and kind == "fused" and config.execute_plan is None:
+            return self._search(num_microbatch)
         plan = config.execute_plan
         if plan is None:
             plan = self._plan(run_type)
@@ -51,8 +66,16 @@ class Planner:
         calls = self._calls[run_type] = self._calls.get(run_type, 0) + 1
         # At the first call by sizes; then after 1, 2, 4, 8, ... calls by what was measured until then.
         if run_type not in self._plans or calls - 1 & calls - 2 == 0:
-            self._plans[run_type] = balanced_plan(run_type, self._costs(), self._num_devices)
+            self._plans[run_type] = balanced_plan(run_type, self.costs(), self._num_devices)
         return self._plans[run_type]
+
+    def _search(self, num_microbatch: int) -> Schedule:
+        """A searched schedule; the same one again once it has been made anew `SEARCHES` times."""
+        calls, schedule = self._searched.get(num_microbatch, (0, None))
+        if schedule is None or (calls & (calls - 1) == 0 and calls < 1 << (SEARCHES - 1)):
+            schedule = search(self.costs(), num_microbatch, self._num_devices, effort=SEARCH_EFFORT)
+        self._searched[num_microbatch] = (calls + 1, schedule)
+        return schedule
 
     def _check(self, schedule: Schedule, kind: ScheduleType, num_microbatch: int) -> Schedule:
         schedule.validate()

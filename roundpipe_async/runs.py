@@ -26,7 +26,7 @@ from roundpipe_async.modes import Modes
 from roundpipe_async.packed import Microbatches, arrived, fitted, joined, packed_leaves, unpacked
 from roundpipe_async.planner import Planner
 from roundpipe_async.schedule import Schedule, ScheduleType
-from roundpipe_async.stage import Boundary, CallWork, Gradients, Passed, Timer
+from roundpipe_async.stage import Boundary, CallWork, Gradients, Passed
 from roundpipe_async.steps import current_window
 from roundpipe_async.store import CallTicket, Store, fold
 from roundpipe_async.trace import Action
@@ -52,7 +52,6 @@ class Runner:
     pool: DevicePool
     store: Store
     planner: Planner
-    timer: Timer | None
     device_types: frozenset[str]
     logged: set[str] = field(default_factory=set)
 
@@ -90,7 +89,7 @@ class Runner:
             loss_fn=loss_fn,
             loss_weights=None,
             return_outputs=return_outputs,
-            timer=self.timer,
+            timer=self.planner.timer,
         )
         return Execution(self.pool, store, ticket, work)
 
@@ -179,7 +178,11 @@ class Runner:
             finally:
                 packed.end(error)
 
-        task = background(run(), "forward")
+        def undo() -> None:
+            execution.forget()
+            packed.end(None)
+
+        task = background(run(), "forward", undo)
         try:
             await packed.started
         except asyncio.CancelledError:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from roundpipe_async.recompute import RecomputeScope
 from roundpipe_async.replica import Blueprint, Replica, as_parameter
 from roundpipe_async.schedule import StageRun
 from roundpipe_async.steps import Window, current_window
+from roundpipe_async.timing import LayerTimer, TimedPass
 from roundpipe_async.versions import Version
 
 Gradients = list[torch.Tensor | None]
@@ -32,12 +33,6 @@ Gradients = list[torch.Tensor | None]
 
 class Abandoned(BaseException):
     """Ends the work of a call that was cancelled or failed elsewhere. Never reaches a user."""
-
-
-class Timer(Protocol):
-    """Receives the seconds that a layer took."""
-
-    def record(self, layer: int, phase: str, seconds: float) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +71,7 @@ class CallWork:
     loss_fn: Callable[[Any, Any], Any] | None
     loss_weights: Sequence[float] | None
     return_outputs: bool
-    timer: Timer | None
+    timer: LayerTimer
     chains: dict[int, BufferChain] | None = None
     """The buffers' states, by layer; None before the call may look at them."""
     recompute_scopes: dict[tuple[int, int], RecomputeScope] = field(default_factory=dict)
@@ -177,6 +172,8 @@ class Passed:
     boundary: Boundary | None
     kept: dict[int, Boundary]
     """Inputs kept for recompute, by layer."""
+    scopes: Sequence[RecomputeScope] = ()
+    """What the layers themselves kept for recompute."""
 
     def take(self) -> Boundary:
         """The input of the next run."""
@@ -186,6 +183,8 @@ class Passed:
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Passed:
         """The same with other tensors; leaves nothing here."""
+        for scope in self.scopes:
+            scope.saved = tree.map_tensors(fn, scope.saved)
         return Passed(self.take().map(fn), {layer: self.kept.pop(layer).map(fn) for layer in list(self.kept)})
 
 
@@ -225,6 +224,7 @@ class StageWork:
         self._leaves: dict[int, nn.Parameter] = {}
         self._tied: dict[int, dict[int, torch.Tensor]] = {}
         self._num_inputs: dict[int, int] = {}
+        self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # ---- upload ---------------------------------------------------------------------------------------------------
 
@@ -246,6 +246,20 @@ class StageWork:
                     self._leaves[slot] = leaf
                 tensors[id(original)] = self._leaves[slot]
             self._replicas[layer.index] = layer.blueprint.replicate(tensors, call.training)
+            chain = call.chains.get(layer.index) if call.chains else None
+            for buffer in chain.first if chain is not None else ():
+                if buffer is not None:
+                    self._on_device(buffer)
+
+    def _on_device(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A buffer's state in the device's memory; what comes from the host comes once in a run."""
+        if self.device.shares_host_memory:
+            return buffer
+        if buffer.device.type != "cpu":
+            return buffer.to(self.device.torch_device)
+        if id(buffer) not in self._moved:
+            self._moved[id(buffer)] = (buffer, self.device.from_host(buffer))
+        return self._moved[id(buffer)][1]
 
     # ---- compute --------------------------------------------------------------------------------------------------
 
@@ -269,7 +283,8 @@ class StageWork:
                 boundary = Boundary.cut(output)
                 del output
         self.call.needs_gradient[self.run.layers.stop, microbatch] = any(boundary.needs_grad)
-        return Passed(boundary, kept)
+        scopes = [self.call.recompute_scopes[layer.index, microbatch] for layer in self._layers()]
+        return Passed(boundary, kept, scopes)
 
     def recompute(self, microbatch: int, boundary: Boundary) -> list[LayerGraph]:
         """Run the layers again on one microbatch, keeping their graphs: none where no gradient will come back."""
@@ -331,13 +346,11 @@ class StageWork:
         return Fused(detached, output, gradients)
 
     def collect(self) -> tuple[dict[int, torch.Tensor], dict[int, dict[int, torch.Tensor]]]:
-        """The gradients of the run by slot, and those of tied parameters by slot and microbatch. Frees the stage."""
+        """The gradients of the run by slot, and those of tied parameters by slot and microbatch."""
         self.call.check()
         gradients = {slot: leaf.grad for slot, leaf in self._leaves.items() if leaf.grad is not None}
         tied, self._tied = self._tied, {}
-        self._leaves.clear()
-        self._replicas.clear()
-        return gradients, tied
+        return gradients, tied  # the parameters stay: the device may be reading them until the run is over
 
     def _needed(self, microbatch: int) -> bool:
         return self.call.needs_gradient.get((self.run.layers.stop, microbatch), True)
@@ -352,13 +365,13 @@ class StageWork:
         with self.call.modes.entered(self.call.modes.grad):
             yield
 
-    def _graph(self, layer: Layer, microbatch: int, boundary: Boundary, phase: str) -> LayerGraph:
+    def _graph(self, layer: Layer, microbatch: int, boundary: Boundary, phase: TimedPass) -> LayerGraph:
         value, roots = boundary.enter()
         output = self._call(layer, microbatch, value, phase, keep_data=False)
         leaves, structure = tree.flatten(output)
         return LayerGraph(layer, roots, leaves, structure)
 
-    def _call(self, layer: Layer, microbatch: int, value: Any, phase: str, keep_data: bool) -> Any:
+    def _call(self, layer: Layer, microbatch: int, value: Any, phase: TimedPass, keep_data: bool) -> Any:
         """Call one layer, in the caller's context, with its own random numbers and its buffers in place."""
         call = self.call
         call.check()
@@ -369,23 +382,29 @@ class StageWork:
             chain = call.chains.get(layer.index)
             if chain is not None:
                 around = chain.recompute if phase == "recompute" else chain.forward
-                stack.enter_context(around(replica, microbatch, self.device.torch_device))
+                stack.enter_context(around(replica, microbatch, self._on_device))
             self._enter_randomness(stack, layer, microbatch)
             key = (layer.index, microbatch)
             if keep_data:
                 scope = call.recompute_scopes[key] = RecomputeScope()
                 stack.enter_context(recompute.recording(scope))
             elif phase == "recompute":
-                stack.enter_context(recompute.replaying(call.recompute_scopes.pop(key)))
+                scope = call.recompute_scopes.pop(key)
+                if not self.device.shares_host_memory:
+                    scope.saved = tree.map_tensors(self.device.from_host, scope.saved)
+                stack.enter_context(recompute.replaying(scope))
             start_s = time.perf_counter()
             if layer.index == 0:
                 args, kwargs = value
                 output = call.modes.run(self._in_window, replica.module, *args, **kwargs)
             else:
                 output = call.modes.run(self._in_window, replica.module, value)
-            if call.timer is not None:
-                call.timer.record(layer.index, phase, time.perf_counter() - start_s)
+            self._time(layer, phase, start_s)
         return output
+
+    def _time(self, layer: Layer, phase: TimedPass, start_s: float) -> None:
+        if self.device.torch_device.type == "cpu":  # elsewhere the host only launches
+            self.call.timer.record(layer.index, phase, time.perf_counter() - start_s)
 
     def _enter_randomness(self, stack: ExitStack, layer: Layer, microbatch: int) -> None:
         if self.call.seed is not None:
@@ -413,8 +432,7 @@ class StageWork:
             self._enter_randomness(stack, graph.layer, microbatch)
             start_s = time.perf_counter()
             call.modes.run(self._in_window, torch.autograd.backward, outputs, seeds)
-            if call.timer is not None:
-                call.timer.record(graph.layer.index, "backward", time.perf_counter() - start_s)
+            self._time(graph.layer, "backward", start_s)
         return [None if root is None else root.grad for root in graph.roots]
 
     def _set_tied_aside(self, microbatch: int) -> None:

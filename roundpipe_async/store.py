@@ -85,10 +85,14 @@ class Store:
     """The parameters, gradients and buffers of one model on the host. Not thread-safe: the loop's thread calls it."""
 
     def __init__(
-        self, layers: Sequence[tuple[str, nn.Module]], optim_dtype: torch.dtype | None, pool: DevicePool
+        self,
+        layers: Sequence[tuple[str, nn.Module]],
+        optim_dtype: torch.dtype | None,
+        pool: DevicePool,
+        pin_model: str = "alloc",
     ) -> None:
         self.pool = pool
-        self.parameters = Parameters(layers, optim_dtype)
+        self.parameters = Parameters(layers, optim_dtype, pool.host_memory(pin_model))
         slots_of: list[list[int]] = [[] for _ in layers]
         for slot in self.parameters.slots:
             for layer_index in slot.layers:
@@ -144,6 +148,11 @@ class Store:
             self._gradients.append(ticket)
         self._advance()
         return ticket
+
+    def layer_bytes(self) -> list[int]:
+        """Bytes of each layer's parameters."""
+        slots = self.parameters.slots
+        return [sum(slots[index].parameter.nbytes for index in layer.slots) for layer in self.layers]
 
     def training_flags(self) -> dict[int, bool]:
         """The mode of every module, by id: read at the call, whatever `train()` or `eval()` do later."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -97,7 +98,7 @@ def _cut(data: st.DataObject, start: int, stop: int) -> list[range]:
         return []
     inner = data.draw(st.sets(st.integers(start + 1, stop - 1))) if stop - start > 1 else set()
     edges = [start, *sorted(inner), stop]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
