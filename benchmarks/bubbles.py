@@ -17,8 +17,8 @@ from roundpipe_async.schedule import Schedule
 from roundpipe_async.search import Objective, search
 from roundpipe_async.simulate import Timeline, simulate, simulate_steady
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from published import NUM_DEVICES, NUM_MICROBATCH, WORKLOADS, Workload
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.support.published import NUM_DEVICES, NUM_MICROBATCH, WORKLOADS, Workload
 
 OTHERS: tuple[Baseline, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")
 

@@ -24,7 +24,7 @@ from roundpipe_async.simulate import Links
 Objective = Literal["isolated", "steady"]
 
 EFFORT = 10_000_000  # microbatches placed and devices looked at, in all: two seconds or so
-HEAT = 0.06  # how much worse, of the longest layer's time, may be kept at first
+HEAT = 0.05  # how much worse, of the longest layer's time, may be kept at first
 OVER_BUDGET = 2.0  # an iteration counts as so many times longer for each unit of the budget that it is over
 STEADY_ENOUGH = 1.001  # of the time in which no device idles: nothing is left to search for
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published import NUM_DEVICES, NUM_MICROBATCH, WORKLOADS, Workload
 
 from roundpipe_async.drafts import BACKWARD, FORWARD, FUSED, Clocks, Problem, lay_out, schedule_of
 from roundpipe_async.errors import PlanError
@@ -18,6 +17,7 @@ from roundpipe_async.schedule import Schedule
 from roundpipe_async.search import Objective, change, search
 from roundpipe_async.seeds import draft_of, even_groups, spread_drafts, wave_cuts
 from roundpipe_async.simulate import Links, Steady, simulate, simulate_steady
+from tests.support.published import NUM_DEVICES, NUM_MICROBATCH, WORKLOADS, Workload
 
 COST = st.builds(
     LayerCost,

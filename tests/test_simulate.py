@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from published import NUM_DEVICES, NUM_MICROBATCH, WORKLOADS, Workload
 
 from roundpipe_async.baselines import Baseline, baseline, even_stages, paper_round_robin
 from roundpipe_async.plan import LayerCost, ModelExecutePlan
 from roundpipe_async.schedule import Schedule, StageRun, round_robin
 from roundpipe_async.simulate import Links, TimedAction, simulate, simulate_steady
+from tests.support.published import NUM_DEVICES, NUM_MICROBATCH, WORKLOADS, Workload
 
 FREE = Links(math.inf)
 EVERY = pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))

@@ -12,7 +12,7 @@ from roundpipe_async.plan import LayerCost, ModelExecutePlan
 from roundpipe_async.schedule import Schedule, round_robin
 from roundpipe_async.simulate import Links
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent.parent / "data"
 NUM_DEVICES = 8
 NUM_MICROBATCH = 16
 
