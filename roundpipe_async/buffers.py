@@ -7,7 +7,7 @@ The last state is written to the module when the call has succeeded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +19,8 @@ LARGE_BYTES = 1 << 16
 """Larger buffers that a forward left alone (masks, rotary tables) are trusted to stay so, and no longer copied."""
 
 State = list[torch.Tensor | None]
+Move = Callable[[torch.Tensor], torch.Tensor]
+"""Gives a tensor in the memory of the device that runs the layer."""
 
 
 class LayerBuffers:
@@ -63,11 +65,12 @@ class LayerBuffers:
             if live is not None and new is not None and live.shape == new.shape and live.dtype == new.dtype:
                 with torch.no_grad():
                     live.copy_(new)
-                self._committed[index] = new
+                self._committed[index] = new if new.device == live.device else live.clone()
                 self._seen[index] = (id(live), live._version)
             else:
+                home = None if new is None else new.to("cpu" if live is None else live.device)
                 for module, name in self.places[index]:
-                    module._buffers[name] = new
+                    module._buffers[name] = home
 
 
 class BufferChain:
@@ -81,9 +84,9 @@ class BufferChain:
         self._before: dict[int, State] = {}
 
     @contextmanager
-    def forward(self, replica: Replica, microbatch: int, device: torch.device) -> Iterator[None]:
+    def forward(self, replica: Replica, microbatch: int, on_device: Move) -> Iterator[None]:
         """Around a microbatch's forward: install a copy of the state, take the next state from it."""
-        copies = self._install(replica, self.state, device)
+        copies = self._install(replica, self.state, on_device)
         versions = [None if copy is None else copy._version for copy in copies]
         yield
         self._before[microbatch] = self.state
@@ -104,16 +107,16 @@ class BufferChain:
         self.state = state
 
     @contextmanager
-    def recompute(self, replica: Replica, microbatch: int, device: torch.device) -> Iterator[None]:
+    def recompute(self, replica: Replica, microbatch: int, on_device: Move) -> Iterator[None]:
         """Around a microbatch's recompute: what forward saw, and nothing is kept."""
-        self._install(replica, self._before[microbatch], device)
+        self._install(replica, self._before[microbatch], on_device)
         yield
 
-    def _install(self, replica: Replica, state: State, device: torch.device) -> State:
+    def _install(self, replica: Replica, state: State, on_device: Move) -> State:
         installed: State = []
         for places, tensor, constant in zip(self.buffers.places, state, self.buffers.constant, strict=True):
             if tensor is not None:
-                tensor = tensor.to(device)
+                tensor = on_device(tensor)
                 if not constant:
                     tensor = tensor.clone()
             for module, name in places:

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -115,8 +115,8 @@ class _Leaving:
     """Ends the workers of a process that leaves."""
 
     now = False
-    _threads: dict[threading.Thread, SimpleQueue[_Job | None]] = {}
-    _gates: dict[threading.Thread, threading.Event] = {}
+    _threads: ClassVar[dict[threading.Thread, SimpleQueue[_Job | None]]] = {}
+    _gates: ClassVar[dict[threading.Thread, threading.Event]] = {}
     _lock = threading.Lock()
 
     @classmethod
