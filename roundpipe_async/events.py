@@ -89,14 +89,22 @@ class Event(Generic[T]):
         callback(self)
 
     def then(self, fn: Callable[[T], U]) -> Event[U]:
-        """An event that happens with `fn(value)` right after this one, in the producer's thread; `fn` must be quick."""
+        """An event that happens with what `fn(value)` gives or raises, right after this one, in the producer's thread.
+
+        `fn` must be quick.
+        """
         after: Event[U] = Event()
 
         def pass_on(event: Event[T]) -> None:
             if event.error is not None:
                 after.fail(event.error)
+                return
+            try:
+                value = fn(event.value)
+            except BaseException as error:
+                after.fail(error)
             else:
-                after.set(fn(event.value))
+                after.set(value)
 
         self.add_callback(pass_on)
         return after
