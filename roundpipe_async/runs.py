@@ -326,7 +326,8 @@ class Runner:
 
     def _merged(self, outputs: list[Any], sizes: Sequence[int] | None, config: RoundPipeRunConfig) -> Any:
         merge = config.merge_output
-        merged = merge_outputs(outputs, None if isinstance(merge, bool) else merge, sizes)
+        weights = sizes if config.loss_reduction == "mean" else None  # of 0-dim outputs: losses, as a rule
+        merged = merge_outputs(outputs, None if isinstance(merge, bool) else merge, weights)
         device = config.output_device
         return merged if device is None else tree.map_tensors(lambda tensor: tensor.to(device), merged)
 
