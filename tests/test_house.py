@@ -19,8 +19,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "roundpipe_async"
 
 LAYERS = [frozenset(line.split()) for line in (
     "errors events modes replica trace tree versions",
-    "buffers chunk_spec config devices merge microbatch partition plan scale_state schedule steps timing",
-    "baselines distributed drafts grad_scaler optimizer recompute scale_ledger search seeds simulate stage store",
+    "buffers chunk_spec config devices failures merge microbatch partition plan scale_state schedule simulate steps timing",
+    "baselines distributed drafts gantt grad_scaler optimizer recompute scale_ledger search seeds stage store workloads",
     "calls engine graph planner runs",
     "checkpoint data model models wrap",
     "__init__ __main__",
