@@ -25,7 +25,7 @@ import roundpipe_async
 from roundpipe_async import GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, optim, prefetch
 
 LAYERS, WIDTH, HEADS, CONTEXT = 4, 128, 4, 128
-STEPS, WARMUP, BATCH, PEAK_LR = 600, 20, 16, 4e-3
+STEPS, WARMUP, BATCH, PEAK_LR = 600, 30, 16, 3e-3
 EVALUATE_EVERY = 100
 
 
@@ -59,7 +59,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        now, before = self.norm1(x).chunk(2, dim=-1)
+        mixed = torch.cat([now, F.pad(before, (0, 0, 1, -1))], dim=-1)  # half the features come from the byte before
+        q, k, v = self.qkv(mixed).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -110,8 +112,8 @@ async def main() -> None:
         optim_dtype=torch.float32,
         model_run_config=RoundPipeRunConfig(num_microbatch=4, loss_reduction="mean"),
     )
-    with OptimizerCtx():  # here, parameters() are the optimizer's fp32 copies
-        optimizer = optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.1)
+    with OptimizerCtx():  # here, parameters() are the optimizer's fp32 copies; one step old, they like less momentum
+        optimizer = optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.6, 0.98), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     scaler = GradScaler()
 

@@ -17,10 +17,12 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "roundpipe_async"
 
-LAYERS = [frozenset(line.split()) for line in (
+LAYERS = [frozenset(rooms.split()) for rooms in (
     "errors events modes replica trace tree versions",
-    "buffers chunk_spec config devices failures merge microbatch partition plan scale_state schedule simulate steps timing",
-    "baselines distributed drafts gantt grad_scaler optimizer packed recompute scale_ledger search seeds stage store workloads",
+    "buffers chunk_spec config devices failures merge microbatch partition plan scale_state schedule simulate "
+        "steps timing",
+    "baselines distributed drafts gantt grad_scaler optimizer packed recompute scale_ledger search seeds stage "
+        "store workloads",
     "calls engine graph planner runs",
     "checkpoint data model models wrap",
     "__init__ __main__",
