@@ -17,11 +17,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from roundpipe_async import trace
 from roundpipe_async.devices.base import Stream
 from roundpipe_async.errors import ClosedError
 from roundpipe_async.events import Event
-from roundpipe_async.trace import Action
+from roundpipe_async.trace import Action, begin, copied, copied_bytes, record
 from roundpipe_async.versions import HostMemory
 
 T = TypeVar("T")
@@ -99,15 +98,16 @@ def _run(job: _Job, owner: str, name: str) -> None:
         if other.error is not None:
             event.fail(other.error)
             return
-    start_s = time.perf_counter() if trace.recording() else 0.0
+    start_s = begin()
     try:
         value = fn()
     except BaseException as error:
+        if start_s and action is not None:
+            record(action, owner, name, start_s, time.perf_counter(), copied_bytes(), type(error).__name__)
         event.fail(error)
         return
-    finally:
-        if start_s and action is not None:
-            trace.record(action, owner, name, start_s, time.perf_counter())
+    if start_s and action is not None:
+        record(action, owner, name, start_s, time.perf_counter(), copied_bytes())
     event.set(value)
 
 
@@ -213,6 +213,7 @@ class CpuDevice:
         with self._counts_lock:
             self._counts[f"num_{what}s"] += 1
             self._counts[f"{what}ed_bytes"] += tensor.nbytes
+        copied(tensor.nbytes)
         return tensor.detach().clone()
 
     def host_memory(self, pin_model: str) -> HostMemory:
