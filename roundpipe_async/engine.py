@@ -80,6 +80,10 @@ class Execution:
 
     # ---- submitting ------------------------------------------------------------------------------------------------
 
+    def action(self, kind: str, layers: range | None = None, microbatch: int | None = None, size: int = 0) -> Action:
+        """What a piece of work of this call is for; `size` in bytes."""
+        return Action(kind, layers, microbatch, size, self.work.label)
+
     def submit(
         self,
         stream: Stream,
@@ -272,7 +276,7 @@ class Execution:
             device = self.pool.devices[run.device]
             stage = StageWork(self.work, run, device, self._base_of(run))
             loaded = self.submit(
-                device.load, stage.load, action=Action("upload", run.layers, num_bytes=self._num_bytes(run)),
+                device.load, stage.load, action=self.action("upload", run.layers, size=self._num_bytes(run)),
                 order=(number, -1),
             )
             await turn.entered
@@ -325,7 +329,7 @@ class Execution:
             stage.device.compute,
             lambda: stage.forward(microbatch, boundary(), kept),
             after=(loaded, boundary.event),
-            action=Action("forward", layers, microbatch),
+            action=self.action("forward", layers, microbatch),
             order=order,
         )
         done = self._download(stage.device, passed, Passed.map, order)
@@ -348,7 +352,7 @@ class Execution:
             stage.device.compute,
             lambda: stage.fused(microbatch, boundary(), label.value),
             after=(loaded, boundary.event, label),
-            action=Action("fused", layers, microbatch),
+            action=self.action("fused", layers, microbatch),
             order=order,
         )
         done = self._download(stage.device, fused, Fused.map, order)
@@ -376,7 +380,7 @@ class Execution:
                 device.compute,
                 lambda: stage.recompute(microbatch, kept[layers.start]()),
                 after=after,
-                action=Action("recompute", layers, microbatch),
+                action=self.action("recompute", layers, microbatch),
                 order=order,
             )
             after = [graphs]
@@ -393,7 +397,7 @@ class Execution:
             device.compute,
             backward,
             after=(*after, incoming.event),
-            action=Action("backward", layers, microbatch),
+            action=self.action("backward", layers, microbatch),
             order=order,
         )
         done = self._download(device, gradients, move, order)
@@ -402,7 +406,7 @@ class Execution:
 
     def _collect(self, number: int, stage: StageWork, loaded: Event[None]) -> Event[Any]:
         collected = self.submit(
-            stage.device.compute, stage.collect, after=(loaded,), action=Action("collect", stage.run.layers),
+            stage.device.compute, stage.collect, after=(loaded,), action=self.action("collect", stage.run.layers),
             order=(number, len(self.work.layers)),
         )
         done = self._download(stage.device, collected, _map_collected, (number, -1))
@@ -415,7 +419,8 @@ class Execution:
         label = self.labels[microbatch] if self.labels else None
         if device.shares_host_memory:
             return Event.happened(label)
-        return self.submit(device.upload, lambda: tree.map_tensors(device.from_host, label), order=order)
+        action = self.action("upload", microbatch=microbatch)
+        return self.submit(device.upload, lambda: tree.map_tensors(device.from_host, label), action=action, order=order)
 
     def _upload(
         self,
@@ -431,7 +436,7 @@ class Execution:
             device.upload,
             lambda: move_to(take(source.value), device.from_host),
             after=(source,),
-            action=Action("upload", microbatch=order[1]),
+            action=self.action("upload", microbatch=order[1]),
             order=order,
         )
         return _Arrival(event, _same)
@@ -449,7 +454,7 @@ class Execution:
             device.download,
             lambda: move_to(result.value, device.to_host),
             after=(result,),
-            action=Action("download", microbatch=order[1]),
+            action=self.action("download", microbatch=order[1]),
             order=order,
         )
 

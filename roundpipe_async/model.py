@@ -99,7 +99,7 @@ class RoundPipe:
         own["_name"] = name or _call_site()
         own["_pool"] = pool
         own["_pin_model"] = pin_model
-        store = own["_store"] = Store(layers, optim_dtype, pool, pin_model)
+        store = own["_store"] = Store(layers, optim_dtype, pool, pin_model, self._name)
         planner = Planner(store.layer_bytes(), len(pool.devices))
         device_types = frozenset(device.torch_device.type for device in pool.devices)
         own["_runner"] = Runner(self._name, pool, store, planner, device_types)

@@ -7,7 +7,8 @@ committed and settled, or drained, undone and settled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -54,6 +55,7 @@ class Runner:
     planner: Planner
     device_types: frozenset[str]
     logged: set[str] = field(default_factory=set)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     # ---- admission ------------------------------------------------------------------------------------------------
 
@@ -90,6 +92,7 @@ class Runner:
             loss_weights=None,
             return_outputs=return_outputs,
             timer=self.planner.timer,
+            label=f"{self.name} call {next(self._numbers)}",
         )
         return Execution(self.pool, store, ticket, work)
 
@@ -119,7 +122,7 @@ class Runner:
                     return total
                 return total, self._merged(outputs, split.sizes, config)
 
-            result = await execution.submit(self.pool.host, finish, action=Action("merge"))
+            result = await execution.submit(self.pool.host, finish, action=execution.action("merge"))
             await self._commit(execution, results)
         return result
 
@@ -158,7 +161,7 @@ class Runner:
                 outputs = join_outputs(graph, boundaries, inputs.tensors())
                 return outputs if packed else self._merged(outputs, split.sizes, config)
 
-            result = await execution.submit(self.pool.host, finish, action=Action("merge"))
+            result = await execution.submit(self.pool.host, finish, action=execution.action("merge"))
             await self._commit(execution, [])
         return result
 
@@ -251,7 +254,7 @@ class Runner:
             return fold(walk.results, base)
 
         await ticket.first
-        total = await _unbroken(self.pool.host.submit(commit, action=Action("commit")))
+        total = await _unbroken(self.pool.host.submit(commit, action=Action("commit", label=f"{self.name} backward")))
         self.store.commit(base, total)
 
     # ---- pieces ---------------------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ class Runner:
                 )
 
         try:
-            result = await execution.submit(pool.host, split, action=Action("split"))
+            result = await execution.submit(pool.host, split, action=execution.action("split"))
             return fitted(result, packed) if packed else result
         finally:
             request.args, request.kwargs, request.label = (), {}, None
@@ -291,7 +294,7 @@ class Runner:
         return await execution.submit(
             self.pool.host,
             lambda: self.planner.schedule(kind, config, num_microbatch, self.pool.take_devices),
-            action=Action("plan"),
+            action=execution.action("plan"),
         )
 
     @staticmethod
@@ -347,7 +350,7 @@ class Runner:
                 chain.buffers.commit(chain)
             return total
 
-        total = await _unbroken(self.pool.host.submit(commit, action=Action("commit")))
+        total = await _unbroken(self.pool.host.submit(commit, action=execution.action("commit")))
         store.commit(base, total)
         execution.committed = True
 

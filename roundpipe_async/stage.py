@@ -72,6 +72,8 @@ class CallWork:
     loss_weights: Sequence[float] | None
     return_outputs: bool
     timer: LayerTimer
+    label: str = ""
+    """The model's name and the number of its call, for traces."""
     chains: dict[int, BufferChain] | None = None
     """The buffers' states, by layer; None before the call may look at them."""
     recompute_scopes: dict[tuple[int, int], RecomputeScope] = field(default_factory=dict)

@@ -90,7 +90,9 @@ class Store:
         optim_dtype: torch.dtype | None,
         pool: DevicePool,
         pin_model: str = "alloc",
+        name: str = "",
     ) -> None:
+        self.name = name
         self.pool = pool
         self.parameters = Parameters(layers, optim_dtype, pool.host_memory(pin_model))
         slots_of: list[list[int]] = [[] for _ in layers]
@@ -249,7 +251,7 @@ class Store:
         self.pool.optimizer.submit(
             lambda: self._run_step(step, taking, stale, publication),
             after=(taking.taken,),
-            action=Action("step", label=str(handle.number)),
+            action=Action("step", label=f"{self.name} step {handle.number}"),
         )
         self._advance()
         return handle
@@ -287,7 +289,7 @@ class Store:
     def _publish(self, number: int) -> Event[None]:
         stale = self.parameters.take_stale()
         version = self.parameters.admit(number)
-        action = Action("publish", label=str(number))
+        action = Action("publish", label=f"{self.name} step {number}")
         try:
             return self.pool.optimizer.submit(lambda: self.parameters.publish(version, stale), action=action)
         except ClosedError:  # the pool was closed before the model: what it still runs comes first
