@@ -20,6 +20,7 @@ import torch
 
 from roundpipe_async.devices.base import Stream
 from roundpipe_async.devices.launch import Lane, LaunchStream, Mark, hold, launching_lane
+from roundpipe_async.trace import copied
 from roundpipe_async.versions import HostMemory
 
 _logger = logging.getLogger("roundpipe_async")
@@ -167,6 +168,7 @@ class AcceleratorDevice:
         with self._counts_lock:
             self._counts[f"num_{what}s"] += 1
             self._counts[f"{what}ed_bytes"] += num_bytes
+        copied(num_bytes)
 
 
 class _Throttle:

@@ -26,10 +26,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from roundpipe_async import trace
 from roundpipe_async.devices.cpu import WorkerStream
 from roundpipe_async.events import Event
-from roundpipe_async.trace import Action
+from roundpipe_async.trace import Action, begin, copied_bytes, record
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -202,7 +201,7 @@ class _End:
 class _Launch(Generic[T]):
     """One action: `run` in the launching thread, `settle` in the waiting one."""
 
-    __slots__ = ("_action", "_after", "_end", "_event", "_fn", "_held", "_start")
+    __slots__ = ("_action", "_after", "_end", "_event", "_fn", "_held", "_num_bytes", "_start")
 
     def __init__(
         self,
@@ -219,6 +218,7 @@ class _Launch(Generic[T]):
         self._action = action
         self._held: list[Any] = []
         self._start: Mark | None = None
+        self._num_bytes = 0
 
     @property
     def lane(self) -> Lane:
@@ -237,7 +237,7 @@ class _Launch(Generic[T]):
         error: BaseException | None = None
         try:
             with end.lane.entered():
-                timed = self._action is not None and trace.recording()
+                timed = self._action is not None and begin() > 0
                 if timed:
                     end.anchor()
                 for other in self._after:
@@ -253,6 +253,7 @@ class _Launch(Generic[T]):
                     error = _without_our_frame(caught)
                 finally:
                     _current.launch = None
+                self._num_bytes = copied_bytes() if timed else 0
                 mark = end.lane.mark(timed)
             if error is None:
                 event.launch(value, mark)
@@ -272,7 +273,8 @@ class _Launch(Generic[T]):
             mark.synchronize()
             if self._start is not None and action is not None:
                 start_s, end_s = end.host_time_s(self._start), end.host_time_s(mark)
-                trace.record(action, end.owner, end.name, start_s, end_s)
+                failed = "" if error is None else type(error).__name__
+                record(action, end.owner, end.name, start_s, end_s, self._num_bytes, failed)
         except Exception as caught:
             caught.add_note(f"roundpipe_async: {end.name} failed on the device, after the work was launched")
             error = error or caught
