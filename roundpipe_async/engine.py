@@ -21,11 +21,13 @@ import anyio
 import torch
 
 from roundpipe_async import tree
+from roundpipe_async.boundary import Boundary
 from roundpipe_async.devices.base import Device, Place, Stream
 from roundpipe_async.devices.pool import DevicePool
 from roundpipe_async.events import Event
+from roundpipe_async.failures import place_of
 from roundpipe_async.schedule import Schedule, StageRun
-from roundpipe_async.stage import Abandoned, Boundary, CallWork, Fused, Gradients, Passed, StageWork, move
+from roundpipe_async.stage import Abandoned, CallWork, Fused, Gradients, Passed, StageWork, move
 from roundpipe_async.store import CallTicket, RunGradients, Store
 from roundpipe_async.trace import Action
 
@@ -106,10 +108,7 @@ class Execution:
             except Abandoned:
                 raise
             except BaseException as error:
-                passable = _passable(error)
-                if action is not None and order[0] < 0:
-                    passable.add_note(f"roundpipe_async: in {action.kind}")
-                work.errors.append((*order, passable))
+                passable = work.failures.add(*order, error, place_of(action, stream.name))
                 if passable is error:
                     raise
                 raise passable from error
@@ -123,6 +122,13 @@ class Execution:
         for event in list(self._last.values()):
             await settled(event)
         self._leave()
+
+    def release(self) -> None:
+        """Let go of everything that the call made, now that nothing of it runs any more and its results were taken."""
+        for table in (self.fused, self.collected, self._values, self._kept, self._gradients, self._forwarded):
+            table.clear()
+        self._last.clear()
+        self.labels = ()
 
     def _leave(self) -> None:
         for place in self._places:
@@ -139,19 +145,6 @@ class Execution:
         """Put the random state back, unless the call has happened."""
         if self.ticket.seed is not None and not self.committed:
             self.ticket.seed.undo()
-
-    def first_error(self) -> BaseException | None:
-        """What the call failed with: of several failures the first in the schedule's order, which notes the others."""
-        distinct: dict[int, tuple[int, int, BaseException]] = {}
-        for failure in sorted(self.work.errors, key=lambda failure: failure[:2]):
-            distinct.setdefault(id(failure[2]), failure)
-        self.work.errors.clear()
-        if not distinct:
-            return None
-        (*_, first), *others = distinct.values()
-        for _, _, other in others:
-            first.add_note(f"roundpipe_async: the same call also failed with {other!r}")
-        return first
 
     # ---- inputs and results ---------------------------------------------------------------------------------------
 
@@ -204,7 +197,7 @@ class Execution:
     async def run_schedule(self, schedule: Schedule, keep: Sequence[frozenset[int]]) -> None:
         """Run every stage run; `keep[microbatch]` are the layers whose input a backward will need.
 
-        Ends without an exception when user code raised: ask `first_error` after `drain`.
+        Ends without an exception when user code raised: ask `CallWork.failures` after `drain`.
         """
         finished: list[Event[None]] = []
         for run in schedule.runs:
@@ -239,9 +232,8 @@ class Execution:
     def _fail(self, number: int, error: BaseException) -> None:
         """Note what went wrong, if it is not known yet, and let no further work of the call start."""
         self.cancel()
-        noted = any(error is other for _, _, other in self.work.errors)
-        if not noted and not isinstance(error, (Abandoned, asyncio.CancelledError)):
-            self.work.errors.append((number, -1, error))
+        if error not in self.work.failures and not isinstance(error, (Abandoned, asyncio.CancelledError)):
+            self.work.failures.add(number, -1, error, "in waiting for the parameters")
 
     async def _startable(self, run: StageRun, finished: Sequence[Event[None]]) -> None:
         """Wait for what the run's layers need of the host. Nothing that is waited for here needs a place in a line of
@@ -295,9 +287,9 @@ class Execution:
             finished.set(None)
         except BaseException as error:
             self._fail(number, error)
-            if isinstance(error, asyncio.CancelledError) and not self.work.errors:
+            if isinstance(error, asyncio.CancelledError) and not self.work.failures:
                 raise
-            # Anything else is noted: `first_error` tells.
+            # Anything else is noted: `CallWork.failures` tells.
 
     def _base_of(self, run: StageRun) -> dict[int, torch.Tensor]:
         """The gradients to start from: for the first run that touches a parameter; tied ones are added at the end."""
@@ -324,7 +316,7 @@ class Execution:
         del self._values[layers.start, microbatch]
         kept = frozenset(layer for layer in keep[microbatch] if layer in layers)
         order = (number, microbatch)
-        boundary = self._upload(stage.device, source, Passed.take, Boundary.map, order)
+        boundary = self._upload(stage.device, layers.start, source, Passed.take, Boundary.map, order)
         passed = self.submit(
             stage.device.compute,
             lambda: stage.forward(microbatch, boundary(), kept),
@@ -346,7 +338,7 @@ class Execution:
         source = await self._future(self._values, layers.start, microbatch)
         del self._values[layers.start, microbatch]
         order = (number, microbatch)
-        boundary = self._upload(stage.device, source, Passed.take, Boundary.map, order)
+        boundary = self._upload(stage.device, layers.start, source, Passed.take, Boundary.map, order)
         label = self._label(stage.device, microbatch, order)
         fused = self.submit(
             stage.device.compute,
@@ -369,7 +361,7 @@ class Execution:
         for layer in layers if by_layer else (layers.start,):
             source = await self._future(self._kept, layer, microbatch)
             del self._kept[layer, microbatch]
-            kept[layer] = self._upload(device, source, _kept_taker(layer), Boundary.map, order)
+            kept[layer] = self._upload(device, layer, source, _kept_taker(layer), Boundary.map, order)
         after = [loaded, *(source.event for source in kept.values())]
         if layers[-1] in self._last_layer:  # recompute may need what the forward of the stage's last layer noted
             last = self._last_layer[layers[-1]]
@@ -386,7 +378,7 @@ class Execution:
             after = [graphs]
         top = await self._future(self._gradients, layers.stop, microbatch)
         del self._gradients[layers.stop, microbatch]
-        incoming = self._upload(device, top, _same, move, order)
+        incoming = self._upload(device, layers.stop, top, _same, move, order)
 
         def backward() -> Gradients:
             if graphs is None:
@@ -425,18 +417,20 @@ class Execution:
     def _upload(
         self,
         device: Device,
+        layer: int,
         source: Event[Any],
         take: Callable[[Any], T],
         move_to: Callable[[T, Callable[[torch.Tensor], torch.Tensor]], T],
         order: tuple[int, int],
     ) -> _Arrival[T]:
+        """Bring what passes into `layer` to the device."""
         if device.shares_host_memory:
             return _Arrival(source, take)
         event = self.submit(
             device.upload,
             lambda: move_to(take(source.value), device.from_host),
             after=(source,),
-            action=self.action("upload", microbatch=order[1]),
+            action=self.action("upload", range(layer, layer), order[1]),
             order=order,
         )
         return _Arrival(event, _same)
@@ -457,16 +451,6 @@ class Execution:
             action=self.action("download", microbatch=order[1]),
             order=order,
         )
-
-
-def _passable(error: BaseException) -> BaseException:
-    """The exception as it can travel through coroutines, which take StopIteration for their own end."""
-    if not isinstance(error, StopIteration):
-        return error
-    passable = RuntimeError(f"user code raised {error!r}")
-    for note in getattr(error, "__notes__", ()):
-        passable.add_note(note)
-    return passable
 
 
 class _Arrival(Generic[T]):

@@ -93,7 +93,7 @@ class Event(Generic[T]):
 
         `fn` must be quick.
         """
-        after: Event[U] = Event()
+        after = self._following()
 
         def pass_on(event: Event[T]) -> None:
             if event.error is not None:
@@ -108,6 +108,9 @@ class Event(Generic[T]):
 
         self.add_callback(pass_on)
         return after
+
+    def _following(self) -> Event[Any]:
+        return Event()
 
     def settled(self) -> Event[None]:
         """An event that happens, without an exception, when this one is done."""

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from roundpipe_async import tree
+from roundpipe_async.boundary import Boundary
 from roundpipe_async.errors import MicrobatchError
 from roundpipe_async.events import Event
 from roundpipe_async.microbatch import SplitCall
-from roundpipe_async.stage import Boundary, Passed
+from roundpipe_async.stage import Passed
 
 
 class Microbatches:
@@ -59,7 +60,8 @@ class Microbatches:
     def end(self, error: BaseException | None) -> None:
         """The call is over: nothing more will come."""
         error = error or RuntimeError("the forward call that makes this input was cancelled")
-        for event in (self.started, self.dispatched, self.joined, *self.boundaries):
+        events: list[Event[Any]] = [self.started, self.dispatched, self.joined, *self.boundaries]
+        for event in events:
             if not event.done():
                 event.fail(error)
 

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "roundpipe_async"
 
 LAYERS = [frozenset(rooms.split()) for rooms in (
     "actions chrome drawing errors events modes replica trace tree usage versions",
-    "buffers chunk_spec config devices failures merge microbatch partition plan scale_state schedule simulate "
+    "boundary buffers chunk_spec config devices failures merge microbatch partition plan scale_state schedule simulate "
         "steps timing",
     "baselines distributed drafts gantt grad_scaler optimizer packed recompute scale_ledger search seeds stage "
         "store workloads",

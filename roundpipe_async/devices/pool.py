@@ -13,7 +13,10 @@ import torch
 from roundpipe_async.devices import accelerator
 from roundpipe_async.devices.base import Device, Line, Stream
 from roundpipe_async.devices.cpu import CpuDevice, WorkerStream
+from roundpipe_async.devices.simulated import SimulatedDevice, SimulatedStream
 from roundpipe_async.errors import ClosedError
+from roundpipe_async.plan import LayerCost
+from roundpipe_async.simulate import Links
 from roundpipe_async.versions import HostMemory
 
 _logger = logging.getLogger("roundpipe_async")
@@ -70,6 +73,29 @@ class DevicePool:
         RuntimeError where torch reports none, ValueError for an index that does not exist.
         """
         return cls(accelerator.accelerator_devices(indices))
+
+    @classmethod
+    def simulated(
+        cls, num_devices: int, costs: Sequence[LayerCost], links: Links | None = None, *, step_s: float = 0.0
+    ) -> DevicePool:
+        """`num_devices` devices that only take time: a model of as many layers as `costs` runs on them as it would on
+        devices with these costs and `links`; an optimizer step takes `step_s`.
+
+        On `devices.simulated.VirtualTimeLoop` no real time passes; `trace()` records the virtual times.
+        """
+        if num_devices < 1:
+            raise ValueError(f"num_devices must be at least 1, got {num_devices}")
+        links = links or Links()
+        return cls(
+            [SimulatedDevice(index, costs, links) for index in range(num_devices)],
+            host=SimulatedStream("host", None, "host", lambda action, after: 0.0),
+            optimizer=SimulatedStream(
+                "optimizer",
+                None,
+                "host",
+                lambda action, after: step_s if action is not None and action.kind == "step" else 0.0,
+            ),
+        )
 
     @classmethod
     def default(cls) -> DevicePool:
