@@ -416,6 +416,7 @@ class _AllOrNothing:
             await execution.drain()
             if error is not None:
                 if self._settles:
+            execution.release()
                     execution.undo()
                 if not isinstance(error, asyncio.CancelledError):
                     first = execution.first_error()

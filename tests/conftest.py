@@ -24,6 +24,8 @@ import pytest
 import torch
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
+from tests.support.pools import pool_kind  # noqa: F401 - a fixture
+
 HANG_S = 120
 CLEANUP_S = 30
 LEFTOVER_GRACE_S = 5.0

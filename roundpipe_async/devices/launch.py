@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
-
-import torch
 
 from roundpipe_async.devices.cpu import WorkerStream
 from roundpipe_async.events import Event
@@ -214,7 +211,7 @@ class _Launch(Generic[T]):
         self._end = end
         self._fn: Callable[[], T] | None = fn
         self._after = after
-        self._event = event
+        self._event: LaunchedEvent[T] | None = event
         self._action = action
         self._held: list[Any] = []
         self._start: Mark | None = None
@@ -231,9 +228,10 @@ class _Launch(Generic[T]):
 
     def run(self) -> None:
         """Launch the action."""
-        end, event, fn = self._end, self._event, self._fn
-        assert fn is not None
+        end, event = self._end, self._event
+        assert event is not None
         end.ahead.acquire()
+        value: Any = None
         error: BaseException | None = None
         try:
             with end.lane.entered():
@@ -248,9 +246,12 @@ class _Launch(Generic[T]):
                     self._start = end.lane.mark(timed)
                 _current.launch = self
                 try:
-                    value = fn()
+                    assert self._fn is not None
+                    value = self._fn()
                 except BaseException as caught:
-                    error = _without_our_frame(caught)
+                    error = caught
+                    if not isinstance(caught, Exception):  # what no user will see needs no memory of how it came
+                        caught.__traceback__ = None
                 finally:
                     _current.launch = None
                 self._num_bytes = copied_bytes() if timed else 0
@@ -259,16 +260,18 @@ class _Launch(Generic[T]):
                 event.launch(value, mark)
             else:
                 event.refuse(error)
+            value = None  # what this thread still holds when the event is done would be in somebody's way
             end.waiter.submit(partial(self.settle, mark, error))
         except BaseException:
             end.ahead.release()
             raise
         finally:
-            del error, fn
+            del error, event  # the error's traceback holds this frame: let the frame hold neither
 
     def settle(self, mark: Mark, error: BaseException | None) -> None:
         """Wait for the device, let go of everything, and let the event happen."""
         end, event, action = self._end, self._event, self._action
+        assert event is not None
         try:
             mark.synchronize()
             if self._start is not None and action is not None:
@@ -280,7 +283,7 @@ class _Launch(Generic[T]):
             error = error or caught
         finally:
             end.ahead.release()
-        self._fn, self._after, self._held = None, (), []
+        self._fn, self._after, self._held, self._event = None, (), [], None
         if error is None:
             event.pass_by()
         else:
@@ -307,18 +310,3 @@ def launching_lane() -> Lane | None:
     """The lane that this thread launches an action on now."""
     launch = _current.launch
     return None if launch is None else launch.lane
-
-
-def _without_our_frame(error: BaseException) -> BaseException:
-    """The error without the frame that launched it, which would hold the error that holds the frame.
-
-    After out-of-memory the frames that failed forget their variables, too: a handler that tries again needs the room.
-    """
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next
-    if isinstance(error, torch.OutOfMemoryError):
-        seen: BaseException | None = error
-        while seen is not None:
-            traceback.clear_frames(seen.__traceback__)
-            seen = seen.__context__
-    return error
