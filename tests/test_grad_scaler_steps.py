@@ -183,6 +183,7 @@ async def test_async_update_takes_effect_one_update_later(model: FakeModel) -> N
     assert scaler.skipped_steps == 2 and run.parameter.item() == -3.0
 
 
+@pytest.mark.filterwarnings("ignore:the loss scale fell below 1")
 @settings(max_examples=60, deadline=None)
 @given(
     slopes=st.lists(st.sampled_from([1.0, INF, NAN]), min_size=1, max_size=25),
