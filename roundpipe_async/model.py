@@ -85,8 +85,9 @@ class RoundPipe:
             raise ValueError(f"optim_dtype must be a floating-point dtype, not {optim_dtype}")
         pool = devices or DevicePool.default()
         pool.check_open()
-        if isinstance(model, nn.Sequential):
-            layers = list(model.named_children())
+        if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+            # not named_children(), which tells a module that stands in two places only once
+            layers = [(name, child) for name, child in model._modules.items() if child is not None]
             if not layers:
                 raise ValueError("an empty nn.Sequential has no layers to run")
         else:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from roundpipe_async import tree
+from roundpipe_async.boundary import Boundary
 from roundpipe_async.calls import background, stop
 from roundpipe_async.config import RoundPipeRunConfig
 from roundpipe_async.devices.cpu import run_in_thread
@@ -27,7 +28,7 @@ from roundpipe_async.modes import Modes
 from roundpipe_async.packed import Microbatches, arrived, fitted, joined, packed_leaves, unpacked
 from roundpipe_async.planner import Planner
 from roundpipe_async.schedule import Schedule, ScheduleType
-from roundpipe_async.stage import Boundary, CallWork, Gradients, Passed
+from roundpipe_async.stage import CallWork, Gradients, Passed
 from roundpipe_async.steps import current_window
 from roundpipe_async.store import CallTicket, Store, fold
 from roundpipe_async.trace import Action

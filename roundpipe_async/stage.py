@@ -8,7 +8,7 @@ freed as soon as its backward is done. Nothing here waits or schedules; the engi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from roundpipe_async import recompute, tree
+from roundpipe_async.boundary import Boundary
 from roundpipe_async.buffers import BufferChain, LayerBuffers
 from roundpipe_async.devices.base import Device
 from roundpipe_async.microbatch import check_loss, weighted_loss
@@ -45,8 +46,8 @@ class Layer:
     blueprint: Blueprint
     slots: tuple[int, ...]
     buffers: LayerBuffers
-    mutates_input: bool | None = None
-    """Whether the layer changes its input in place; None until it ran once. Decides whether a kept input is copied."""
+    mutates: dict[Hashable, bool] = field(default_factory=dict)
+    """By the modes that the layer ran in: whether it changes its input in place. Decides if kept inputs are copied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,75 +83,44 @@ class CallWork:
     errors: list[tuple[int, int, BaseException]] = field(default_factory=list)
     """What user code raised: number of the run, microbatch, exception."""
     abandoned: bool = False
+    _modes_of: dict[int, Hashable] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise Abandoned if nobody wants the call's work any more."""
         if self.abandoned:
             raise Abandoned
 
+    def mutates(self, layer: Layer) -> bool | None:
+        """Whether a layer changes its input in place, in the modes of this call; None where it never ran in them."""
+        return layer.mutates.get(self._key(layer))
 
-@dataclass(slots=True, eq=False)
-class Boundary:
-    """What passes from one layer to the next for one microbatch: a pytree, cut from the graph of what made it."""
+    def learn(self, layer: Layer, mutated: bool) -> None:
+        """Note whether a layer changed its input. An error where that comes too late for an input that was kept."""
+        known = self.mutates(layer)
+        if mutated or known is None:
+            layer.mutates[self._key(layer)] = mutated
+        if mutated and known is False and self.modes.grad:
+            raise RuntimeError(
+                "the layer changed its input in place, which it did not do in earlier calls, so what is kept for "
+                "recompute may be lost; calls from now on keep a copy"
+            )
 
-    leaves: list[Any]
-    structure: tree.Structure
-    needs_grad: tuple[bool, ...]
-    """Which leaves would require grad, had the graph not been cut."""
+    def kept(self, layer: Layer, saved: Boundary, output: Boundary) -> Boundary:
+        """A layer's input as it is kept for recompute: copied where layers to come might change it in place.
 
-    @classmethod
-    def cut(cls, value: Any) -> Boundary:
-        """A layer's output as the next one's input."""
-        return cls.of_leaves(*tree.flatten(value))
+        A later layer gets hold of it through an output that is the input, or a view of it (nn.Identity, nn.Flatten).
+        """
+        later = self.layers[layer.index + 1 :]
+        if later and all(self.mutates(other) is False for other in later):
+            return saved
+        return saved.apart_from(output)
 
-    @classmethod
-    def of_leaves(cls, leaves: list[Any], structure: tree.Structure) -> Boundary:
-        """`cut` for a value that is flattened already."""
-        needs = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        return cls([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, needs)
-
-    def enter(self) -> tuple[Any, list[torch.Tensor | None]]:
-        """The value to call a layer with, and the leaves that will hold the gradients of its tensors."""
-        roots: list[torch.Tensor | None] = []
-        values = []
-        for leaf, needs in zip(self.leaves, self.needs_grad, strict=True):
-            root = None
-            value = leaf
-            if isinstance(leaf, torch.Tensor):
-                value = leaf.detach()
-                if needs:
-                    root = value.requires_grad_()
-                    value = _Pass.apply(root)  # type: ignore[no-untyped-call]
-            roots.append(root)
-            values.append(value)
-        return self.structure.unflatten(values), roots
-
-    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Boundary:
-        """The boundary with other tensors (a copy elsewhere)."""
-        leaves = [fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        return Boundary(leaves, self.structure, self.needs_grad)
-
-    def versions(self) -> list[int | None]:
-        """Counts of the in-place changes of its tensors."""
-        return [
-            leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in self.leaves
-        ]
-
-    def value(self) -> Any:
-        """The value itself, without a graph."""
-        return self.structure.unflatten(self.leaves)
-
-
-class _Pass(torch.autograd.Function):
-    """Identity that is no leaf and no view: a layer may change its input in place, as it may in plain PyTorch."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def _key(self, layer: Layer) -> Hashable:
+        key = self._modes_of.get(layer.index)
+        if key is None:
+            flags = tuple(self.training.get(id(module)) for module in layer.blueprint.modules)
+            key = self._modes_of[layer.index] = (self.modes.grad, flags)
+        return key
 
 
 @dataclass(slots=True, eq=False)
@@ -270,20 +240,14 @@ class StageWork:
         kept: dict[int, Boundary] = {}
         with self._modes():
             for layer in self._layers():
-                saved, versions = None, []
+                saved = None
                 if layer.index in keep:
-                    saved = boundary
-                    if layer.mutates_input is not False:
-                        saved = boundary.map(torch.clone)
-                    versions = boundary.versions()
-                value, roots = boundary.enter()
-                output = self._call(layer, microbatch, value, "forward", keep_data=True)
-                if saved is not None:
-                    self._learn_mutation(layer, versions != boundary.versions())
-                    kept[layer.index] = saved
-                del value, roots
+                    saved = boundary if self.call.mutates(layer) is False else boundary.map(torch.clone)
+                output = self._call(layer, microbatch, boundary, "forward", keep_data=True)[0]
                 boundary = Boundary.cut(output)
                 del output
+                if saved is not None:
+                    kept[layer.index] = self.call.kept(layer, saved, boundary)
         self.call.needs_gradient[self.run.layers.stop, microbatch] = any(boundary.needs_grad)
         scopes = [self.call.recompute_scopes[layer.index, microbatch] for layer in self._layers()]
         return Passed(boundary, kept, scopes)
@@ -368,16 +332,22 @@ class StageWork:
             yield
 
     def _graph(self, layer: Layer, microbatch: int, boundary: Boundary, phase: TimedPass) -> LayerGraph:
-        value, roots = boundary.enter()
-        output = self._call(layer, microbatch, value, phase, keep_data=False)
+        output, roots = self._call(layer, microbatch, boundary, phase, keep_data=False)
         leaves, structure = tree.flatten(output)
         return LayerGraph(layer, roots, leaves, structure)
 
-    def _call(self, layer: Layer, microbatch: int, value: Any, phase: TimedPass, keep_data: bool) -> Any:
-        """Call one layer, in the caller's context, with its own random numbers and its buffers in place."""
+    def _call(
+        self, layer: Layer, microbatch: int, boundary: Boundary, phase: TimedPass, keep_data: bool
+    ) -> tuple[Any, Gradients]:
+        """Call one layer, in the caller's context, with its own random numbers and its buffers in place.
+
+        Gives its output, and the leaves that will hold the gradients of its input.
+        """
         call = self.call
         call.check()
         replica = self._replicas[layer.index]
+        versions = boundary.versions()
+        value, roots = boundary.enter()
         with ExitStack() as stack:
             stack.enter_context(self._noting(phase, layer, microbatch))
             assert call.chains is not None
@@ -402,7 +372,8 @@ class StageWork:
             else:
                 output = call.modes.run(self._in_window, replica.module, value)
             self._time(layer, phase, start_s)
-        return output
+            call.learn(layer, versions != boundary.versions())
+        return output, roots
 
     def _time(self, layer: Layer, phase: TimedPass, start_s: float) -> None:
         if self.device.torch_device.type == "cpu":  # elsewhere the host only launches
@@ -444,16 +415,6 @@ class StageWork:
             if leaf is not None and leaf.grad is not None:
                 self._tied.setdefault(slot, {})[microbatch] = leaf.grad
                 leaf.grad = None
-
-    def _learn_mutation(self, layer: Layer, mutated: bool) -> None:
-        if mutated and layer.mutates_input is False:
-            layer.mutates_input = True
-            raise RuntimeError(
-                "the layer changed its input in place, which it did not do in earlier calls, so the input kept for "
-                "recompute is lost; calls from now on keep a copy"
-            )
-        if layer.mutates_input is None or mutated:
-            layer.mutates_input = mutated
 
     @contextmanager
     def _noting(self, phase: str, layer: Layer | None, microbatch: int) -> Iterator[None]:

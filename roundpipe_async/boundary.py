@@ -1,0 +1,86 @@
+"""What passes between layers: values cut from the graph that made them, and put at the root of the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_async import tree
+
+
+@dataclass(slots=True, eq=False)
+class Boundary:
+    """What passes from one layer to the next for one microbatch: a pytree, cut from the graph of what made it."""
+
+    leaves: list[Any]
+    structure: tree.Structure
+    needs_grad: tuple[bool, ...]
+    """Which leaves would require grad, had the graph not been cut."""
+
+    @classmethod
+    def cut(cls, value: Any) -> Boundary:
+        """A layer's output as the next one's input."""
+        return cls.of_leaves(*tree.flatten(value))
+
+    @classmethod
+    def of_leaves(cls, leaves: list[Any], structure: tree.Structure) -> Boundary:
+        """`cut` for a value that is flattened already."""
+        needs = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        return cls([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, needs)
+
+    def enter(self) -> tuple[Any, list[torch.Tensor | None]]:
+        """The value to call a layer with, and the leaves that will hold the gradients of its tensors."""
+        roots: list[torch.Tensor | None] = []
+        values = []
+        for leaf, needs in zip(self.leaves, self.needs_grad, strict=True):
+            root = None
+            value = leaf
+            if isinstance(leaf, torch.Tensor):
+                value = leaf.detach()
+                if needs:
+                    root = value.requires_grad_()
+                    value = _Pass.apply(root)  # type: ignore[no-untyped-call]
+            roots.append(root)
+            values.append(value)
+        return self.structure.unflatten(values), roots
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Boundary:
+        """The boundary with other tensors (a copy elsewhere)."""
+        leaves = [fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return Boundary(leaves, self.structure, self.needs_grad)
+
+    def versions(self) -> list[int | None]:
+        """Counts of the in-place changes of its tensors."""
+        tensors = [leaf if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in self.leaves]
+        return [None if tensor is None else tensor._version for tensor in tensors]
+
+    def apart_from(self, other: Boundary) -> Boundary:
+        """The boundary with copies of those tensors that share memory with some of `other`."""
+        shared = {_memory(leaf) for leaf in other.leaves if isinstance(leaf, torch.Tensor)} - {0}
+        return self.map(lambda tensor: tensor.clone() if _memory(tensor) in shared else tensor)
+
+    def value(self) -> Any:
+        """The value itself, without a graph."""
+        return self.structure.unflatten(self.leaves)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory; 0 where it has none of its own (sparse, empty)."""
+    if tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Pass(torch.autograd.Function):
+    """Identity that is no leaf and no view: a layer may change its input in place, as it may in plain PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
