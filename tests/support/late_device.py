@@ -104,7 +104,7 @@ class LateLane:
         try:
             if self.computes and self.runtime.counting:
                 self._reads = {}
-                with _Watch(self.runtime, self._reads):
+                with Watch(self.runtime, self._reads):
                     yield
             else:
                 yield
@@ -281,7 +281,7 @@ class LateRuntime:
             self._live_bytes -= num_bytes
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):
     """Sees what a layer reads and makes."""
 
     def __init__(self, runtime: LateRuntime, reads: dict[int, tuple[weakref.ref[Any], str]]) -> None:
