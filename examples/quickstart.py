@@ -25,7 +25,7 @@ import roundpipe_async
 from roundpipe_async import GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, optim, prefetch
 
 LAYERS, WIDTH, HEADS, CONTEXT = 4, 128, 4, 128
-STEPS, WARMUP, BATCH, PEAK_LR = 600, 30, 16, 3e-3
+STEPS, WARMUP, BATCH, PEAK_LR = 500, 30, 16, 3e-3
 EVALUATE_EVERY = 100
 
 
@@ -70,7 +70,7 @@ def make_gpt() -> nn.Sequential:
     model = nn.Sequential(Embedding(), *(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=0.2)
     return model
 
 
@@ -113,7 +113,7 @@ async def main() -> None:
         model_run_config=RoundPipeRunConfig(num_microbatch=4, loss_reduction="mean"),
     )
     with OptimizerCtx():  # here, parameters() are the optimizer's fp32 copies; one step old, they like less momentum
-        optimizer = optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.6, 0.98), weight_decay=0.1)
+        optimizer = optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.8, 0.98), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     scaler = GradScaler()
 
