@@ -7,7 +7,7 @@ The last state is written to the module when the call has succeeded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -62,15 +62,25 @@ class LayerBuffers:
             if new is old:
                 continue  # never changed
             live = self.live(index)
-            if live is not None and new is not None and live.shape == new.shape and live.dtype == new.dtype:
-                with torch.no_grad():
-                    live.copy_(new)
+            if live is not None and new is not None and _overwrite(live, new):
                 self._committed[index] = new if new.device == live.device else live.clone()
                 self._seen[index] = (id(live), live._version)
             else:
                 home = None if new is None else new.to("cpu" if live is None else live.device)
                 for module, name in self.places[index]:
                     module._buffers[name] = home
+
+
+def _overwrite(live: torch.Tensor, new: torch.Tensor) -> bool:
+    """Write `new` into the module's own tensor; False where that cannot be done, and nothing was."""
+    if live.shape != new.shape or live.dtype != new.dtype:
+        return False
+    try:
+        with torch.no_grad():
+            live.copy_(new)
+    except RuntimeError:  # expanded memory, an inference tensor: the module gets the new one
+        return False
+    return True
 
 
 class BufferChain:
@@ -87,7 +97,7 @@ class BufferChain:
     def forward(self, replica: Replica, microbatch: int, on_device: Move) -> Iterator[None]:
         """Around a microbatch's forward: install a copy of the state, take the next state from it."""
         copies = self._install(replica, self.state, on_device)
-        versions = [None if copy is None else copy._version for copy in copies]
+        versions = [_version(copy) for copy in copies]
         yield
         self._before[microbatch] = self.state
         state = list(self.state)
@@ -95,14 +105,14 @@ class BufferChain:
             module, name = places[0]
             new, old = replica.of(module)._buffers[name], self.state[index]
             if self.buffers.constant[index]:
-                unchanged = new is copies[index] and (new is None or new._version == versions[index])
+                unchanged = new is copies[index] and _version(new) == versions[index]
                 self.buffers.constant[index] = unchanged
             else:
                 # By value: torch's batch norm writes its statistics without counting a version.
                 unchanged = _equal(new, old)
                 self.buffers.constant[index] = unchanged and new is not None and new.nbytes > LARGE_BYTES
             if not unchanged:
-                state[index] = None if new is None else new.detach()
+                state[index] = None if new is None else _plain(new)
                 self.changed = True
         self.state = state
 
@@ -118,11 +128,46 @@ class BufferChain:
             if tensor is not None:
                 tensor = on_device(tensor)
                 if not constant:
-                    tensor = tensor.clone()
+                    with torch.inference_mode(False):  # a state outlives the call that makes it, whatever its mode
+                        tensor = tensor.clone()
             for module, name in places:
                 replica.of(module)._buffers[name] = tensor
             installed.append(tensor)
         return installed
+
+
+def refuse_shared(chains: Mapping[int, BufferChain]) -> None:
+    """Raise where several layers (`chains` by index) changed one buffer.
+
+    In plain PyTorch its states would go from layer to layer for one microbatch after another; here a stage runs all of
+    its microbatches first, so there is no one state that is right.
+    """
+    changed: dict[Hashable, int] = {}
+    for layer, chain in chains.items():
+        for places, old, new in zip(chain.buffers.places, chain.first, chain.state, strict=True):
+            if new is old:
+                continue
+            module, name = places[0]
+            live = module._buffers[name]
+            other = changed.setdefault((id(module), name) if live is None else id(live), layer)
+            if other != layer:
+                raise RuntimeError(
+                    f"layers {other} and {layer} share the buffer {name!r} of a {type(module).__name__}, and both "
+                    "change it: put what shares it into one layer, or give each layer a module of its own"
+                )
+
+
+def _version(tensor: torch.Tensor | None) -> int | None:
+    """The count of in-place changes, where torch keeps one."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that any mode may use."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 def _equal(new: torch.Tensor | None, old: torch.Tensor | None) -> bool:

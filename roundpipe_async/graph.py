@@ -69,9 +69,9 @@ class Graph:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._used = False
-        self._held = True
-        store.parameters.retain(work.version)
         self.work = work
+        store.parameters.retain(work.version)
+        self._held = True
         self.schedule = schedule
         self.kept = dict(kept)
         self.leaves = [len(boundary.leaves) for boundary in boundaries]
@@ -118,8 +118,9 @@ class Graph:
             self._store.parameters.release(self.work.version)
 
     def __del__(self) -> None:
-        if hasattr(self, "keys"):
-            self.release()
+        if getattr(self, "_held", False):
+            self._held = False
+            self._store.parameters.let_go(self.work.version)
 
 
 class _Node(torch.autograd.Function):

@@ -16,12 +16,14 @@ import torch
 
 from roundpipe_async import tree
 from roundpipe_async.boundary import Boundary
+from roundpipe_async.buffers import refuse_shared
 from roundpipe_async.calls import background, stop
 from roundpipe_async.config import RoundPipeRunConfig
 from roundpipe_async.devices.cpu import run_in_thread
 from roundpipe_async.devices.pool import DevicePool
 from roundpipe_async.engine import Execution, settled
 from roundpipe_async.events import Event, all_of
+from roundpipe_async.failures import raise_unchanged
 from roundpipe_async.graph import Graph, Walk, current_walks, join_outputs
 from roundpipe_async.microbatch import SplitCall, loss_weights, merge_outputs, split_call, sum_losses
 from roundpipe_async.modes import Modes
@@ -147,6 +149,8 @@ class Runner:
                     execution.watch_output(len(work.layers), m, packed.arrive)
             await execution.run_schedule(schedule, keep)
             _raise_first(execution)
+            for handed_on in packed.boundaries if packed is not None else ():
+                await handed_on  # before they are taken
             boundaries = [execution.output(len(work.layers), m) for m in range(len(split.args))]
             await inputs.complete()
             graph = None
@@ -347,6 +351,7 @@ class Runner:
 
         def commit() -> Mapping[int, torch.Tensor]:
             total = fold([*results, *execution.more], base)
+            refuse_shared(work.chains or {})
             for chain in changed:
                 chain.buffers.commit(chain)
             return total
@@ -415,14 +420,14 @@ class _AllOrNothing:
             return
         try:
             await execution.drain()
+            execution.release()
             if error is not None:
                 if self._settles:
-            execution.release()
                     execution.undo()
                 if not isinstance(error, asyncio.CancelledError):
-                    first = execution.first_error()
+                    first = execution.work.failures.first()
                     if first is not None and first is not error:
-                        raise first from None
+                        raise_unchanged(first)
         finally:
             if self._settles:
                 execution.store.settle(execution.ticket)

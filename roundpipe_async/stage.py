@@ -20,6 +20,7 @@ from roundpipe_async import recompute, tree
 from roundpipe_async.boundary import Boundary
 from roundpipe_async.buffers import BufferChain, LayerBuffers
 from roundpipe_async.devices.base import Device
+from roundpipe_async.failures import Failures
 from roundpipe_async.microbatch import check_loss, weighted_loss
 from roundpipe_async.modes import Modes
 from roundpipe_async.recompute import RecomputeScope
@@ -80,8 +81,8 @@ class CallWork:
     recompute_scopes: dict[tuple[int, int], RecomputeScope] = field(default_factory=dict)
     needs_gradient: dict[tuple[int, int], bool] = field(default_factory=dict)
     """By first layer and microbatch: whether anything that passes there would require grad."""
-    errors: list[tuple[int, int, BaseException]] = field(default_factory=list)
-    """What user code raised: number of the run, microbatch, exception."""
+    failures: Failures = field(default_factory=Failures)
+    """What the call's work raised."""
     abandoned: bool = False
     _modes_of: dict[int, Hashable] = field(default_factory=dict)
 
@@ -210,9 +211,10 @@ class StageWork:
             for slot in layer.slots:
                 original = call.parameters[slot]
                 if slot not in self._leaves:
-                    requires_grad = grad and call.requires_grad[slot]
+                    # without grad mode, too: torch chooses kernels by it, and a layer may switch grad mode on
+                    requires_grad = call.requires_grad[slot]
                     leaf = as_parameter(original, device.from_host(call.version.tensors[slot]), requires_grad)
-                    base = self._base.get(slot)
+                    base = self._base.get(slot) if grad else None
                     if base is not None and requires_grad:
                         leaf.grad = base.clone() if device.shares_host_memory else device.from_host(base)
                     self._leaves[slot] = leaf
@@ -428,6 +430,7 @@ class StageWork:
             if layer is not None:
                 kind = type(layer.module).__name__
                 where = f"in layer {layer.index} ({layer.name!r}: {kind}), {phase}"
-            error.add_note(f"roundpipe_async: {where}, microbatch {microbatch}, device {self.device.name}")
+            where += f", microbatch {microbatch}, device {self.device.name}"
+            self.call.failures.place(error, microbatch, where)
             raise
 

@@ -81,6 +81,15 @@ class _Taking:
         self.taken.set(gradients)
 
 
+def _tell(handle: StepHandle, outcome: Event[tuple[Any, BaseException | None]]) -> None:
+    """Let a step's event happen as its action ended."""
+    result, error = outcome.value if outcome.error is None else (None, outcome.error)
+    if error is None:
+        handle.event.set(result)
+    else:
+        handle.event.fail(error)
+
+
 class Store:
     """The parameters, gradients and buffers of one model on the host. Not thread-safe: the loop's thread calls it."""
 
@@ -137,8 +146,8 @@ class Store:
 
     def admit_call(self, *, ordered: bool, gradients: bool, seeded: bool) -> CallTicket:
         """Admit a call. `ordered`: it trains or changes buffers; `gradients`: it will commit some."""
-        self._republish()
         self.parameters.adopt()
+        self._republish()
         ticket = CallTicket(self.parameters.read(), self._window, draw_call_seed() if seeded else None)
         self._unsettled[ticket] = None
         if ordered:
@@ -232,8 +241,8 @@ class Store:
     ) -> StepHandle:
         """Admit a step. Calls from now on read the version before it (`is_async`) or the one that it makes."""
         parameters = self.parameters
-        self._republish()
         parameters.adopt()
+        self._republish()
         self.steps_scheduled += 1
         handle = StepHandle(self.steps_scheduled, self._window)
         self._window = Window()
@@ -248,18 +257,20 @@ class Store:
         publication = None if is_async else parameters.admit(handle.number)
         register(handle)
         self._steps.append(handle)
-        self.pool.optimizer.submit(
+        outcome = self.pool.optimizer.submit(
             lambda: self._run_step(step, taking, stale, publication),
             after=(taking.taken,),
             action=Action("step", label=f"{self.name} step {handle.number}"),
         )
+        # Told when the action is over, not inside it: whoever awaited the step finds it in a trace.
+        outcome.add_callback(lambda outcome: _tell(handle, outcome))
         self._advance()
         return handle
 
     def _run_step(
         self, step: Step, taking: _Taking, stale: Sequence[Slot], publication: Version | None
-    ) -> None:
-        """The optimizer's thread. Never raises: the handle's event tells."""
+    ) -> tuple[Any, BaseException | None]:
+        """The optimizer's thread. Never raises: gives the step's result, or what it failed with."""
         error: BaseException | None = None
         result = None
         try:
@@ -281,10 +292,7 @@ class Store:
                 self.parameters.publish(publication)
         except BaseException as caught:
             error = error or caught
-        if error is None:
-            step.handle.event.set(result)
-        else:
-            step.handle.event.fail(error)
+        return result, error
 
     def _publish(self, number: int) -> Event[None]:
         stale = self.parameters.take_stale()
@@ -312,8 +320,8 @@ class Store:
 
         Only those of the publication tell errors: a call's and a step's are told elsewhere.
         """
-        self._republish()
         self.parameters.adopt()
+        self._republish()
         events: list[Event[Any]] = [ticket.settled for ticket in self._unsettled]
         events += [handle.event.settled() for handle in self._steps if not handle.done()]
         if self.parameters.latest.number < self.steps_scheduled:

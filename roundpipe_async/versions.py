@@ -10,6 +10,7 @@ layers of one version only.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -101,6 +102,7 @@ class Parameters:
         """The newest version that was admitted; perhaps not published yet."""
         self._spare: list[list[torch.Tensor]] = []
         self._retired: list[Version] = []
+        self._let_go: deque[Version] = deque()
         self._lock = threading.Lock()
 
     def _move_home(self, slot: Slot) -> torch.Tensor:
@@ -116,6 +118,7 @@ class Parameters:
     def read(self) -> Version:
         """The latest version, kept from being overwritten until `release`d."""
         with self._lock:
+            self._reclaim()
             self.latest.readers += 1
             return self.latest
 
@@ -131,7 +134,18 @@ class Parameters:
             assert version.readers >= 0
             self._reclaim()
 
+    def let_go(self, version: Version) -> None:
+        """`release` for finalizers: the garbage collector may call them in a thread that holds our lock right now."""
+        self._let_go.append(version)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._reclaim()
+            finally:
+                self._lock.release()
+
     def _reclaim(self) -> None:
+        while self._let_go:
+            self._let_go.popleft().readers -= 1
         for version in [version for version in self._retired if not version.readers]:
             self._retired.remove(version)
             self._spare.append(version.tensors)
@@ -143,18 +157,19 @@ class Parameters:
         while a publication is under way: whoever changes parameters beside a step has to `synchronize` first.
         """
         latest = self.latest
-        if not all(event.done() for event in latest.ready) or latest.failed:
+        if not all(event.done() for event in latest.ready):
             return
+        failed = latest.failed  # then some parameters may have other memory than the version, which may have none
         for slot in self.slots:
             module, name = slot.places[0]
             parameter = module._parameters.get(name)
             if parameter is None:
                 raise RuntimeError(f"parameter {slot.name!r} was removed from the model after it was wrapped")
-            current = latest.tensors[slot.index]
-            replaced = parameter is not slot.parameter or parameter.data_ptr() != current.data_ptr()
+            replaced = parameter is not slot.parameter
+            replaced |= not failed and parameter.data_ptr() != latest.tensors[slot.index].data_ptr()
             if replaced or parameter._version != slot.seen_version:
                 slot.parameter, slot.seen_version, slot.stale_copy = parameter, parameter._version, True
-                if replaced:
+                if replaced and not failed:
                     if latest.readers:
                         latest = self.latest = Version(latest.number, latest.ready, list(latest.tensors))
                     latest.tensors[slot.index] = parameter.detach()
@@ -215,6 +230,7 @@ class Parameters:
         try:
             self.refresh(stale)
             with self._lock:
+                self._reclaim()
                 previous = version.before
                 assert previous is not None
                 while not previous.tensors:  # its publication failed before it had memory
@@ -227,6 +243,9 @@ class Parameters:
                     version.tensors = self._other_memory(previous.tensors)
                     self._retired.append(previous)
                     self._reclaim()
+            for slot in self.slots:  # the user may have replaced a parameter by one of another shape, and back
+                if slot.copy is not None and version.tensors[slot.index].shape != slot.copy.shape:
+                    version.tensors[slot.index] = torch.empty_like(slot.copy, dtype=slot.parameter.dtype)
             published: set[int] = set()
             for layer in range(self.num_layers):
                 for slot in self.slots:
