@@ -80,6 +80,12 @@ def test_the_arrow_points_at_the_stage() -> None:
     ]
 
 
+def test_the_arrow_points_behind_the_last_stage_where_layers_are_missing() -> None:
+    with pytest.raises(PlanError) as raised:
+        ModelExecutePlan([range(0, 2)], [range(4, 5), range(0, 4)]).validate("fused", 5)
+    assert str(raised.value).splitlines()[1:3] == ["  fwd_plan = [0..1]", "                  ^ here"]
+
+
 def test_unknown_run_types_and_empty_models() -> None:
     with pytest.raises(ValueError, match="infer, train, fused, not 'both'"):
         ModelExecutePlan().validate("both", 3)  # type: ignore[arg-type]
@@ -208,6 +214,12 @@ def test_no_pair_of_plans_beats_the_joint_ones(
     for plan, layers in zip(found, costs, strict=True):
         plan.validate(run_type, len(layers))
     assert value(run_type, found, costs) == min(value(run_type, pair, costs) for pair in rivals)
+
+
+def test_two_layers_make_one_stage_or_three() -> None:
+    """Two stages would leave the first layer out of one pass; once the count of two was taken to be possible."""
+    plan = balanced_plan("fused", [LayerCost(1, 1, 1), LayerCost(6, 6, 9)], 2, 1.5)
+    assert plan == ModelExecutePlan([range(0, 1)], [range(1, 2), range(0, 1)])
 
 
 @pytest.mark.parametrize("run_type", ["infer", "train", "fused"])

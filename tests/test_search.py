@@ -75,6 +75,15 @@ def test_a_draft_laid_out_is_its_schedule_simulated(
         assert steady.period_s == pytest.approx(third.end - second.end, rel=1e-9)
 
 
+def test_a_recompute_longer_than_forward_does_not_start_before_its_input_is_there() -> None:
+    costs = [LayerCost(5, 1, 1), LayerCost(1, 50, 1), LayerCost(1, 0, 1)]
+    problem = Problem(costs, 1, 4, Links(math.inf, hop_s=0.5))
+    draft = draft_of(problem, [(1, 1), (1, 1)], 1, [(1, 1), (1, 1)], True)
+    layout = lay_out(problem, draft, Clocks.zero(4))
+    assert layout.end == 5.5 + 50 + 1 + 0.5 + 1  # layer 1 is recomputed from 5.5 on; its gradient came long before
+    assert simulate(schedule_of(problem, draft, layout.devices), costs, problem.links).makespan_s == layout.end
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     costs=st.lists(COST, min_size=1, max_size=7),

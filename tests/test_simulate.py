@@ -67,6 +67,17 @@ def test_a_stage_spread_over_devices_runs_at_once() -> None:
     assert [a.microbatch for a in line.of_device(1) if a.kind == "forward"] == [3, 1]
 
 
+def test_the_inner_bubble_leaves_fill_and_drain_out() -> None:
+    plan = ModelExecutePlan([range(0, 2)], [range(2, 3), range(1, 2), range(0, 1)])
+    costs = [LayerCost(1, 1, 4), LayerCost(1, 1, 4), LayerCost(5, 0, 5)]
+    line = simulate(round_robin(plan, "fused", 3, 1, 4), costs, FREE)
+    # each device works without a pause, once the two recomputes that wait for their gradients are counted as late
+    assert line.bubble > 0.7 and line.inner_bubble == pytest.approx(0)
+    two = simulate(round_robin(plan, "fused", 3, 1, 2), costs, FREE)
+    # device 0: 0..2, then recompute 2..3 and backward from 12 on; device 1: 2..12, recompute 12..13, 16..20
+    assert two.makespan_s == 20 and two.inner_bubble == pytest.approx((9 + 3) / 40)
+
+
 def test_costs_must_fit_the_schedule() -> None:
     schedule = round_robin(ModelExecutePlan([range(0, 2)]), "infer", 2, 1, 1)
     with pytest.raises(ValueError, match="1 layer costs for a schedule of 2 layers"):
