@@ -203,7 +203,7 @@ class Runner:
         walk = Walk(self.store, ticket, asyncio.get_running_loop())
         try:
             await self._in_walk(walk, modes, torch.autograd.backward, tensors, gradients)
-            await self._commit_walk(walk)
+            await self._commit_walk(walk, modes)
         finally:
             self.store.settle(ticket)
 
@@ -216,7 +216,7 @@ class Runner:
         walk = Walk(self.store, ticket, asyncio.get_running_loop())
         try:
             of_inputs = await self._run_graph(graph, gradients, walk)
-            await self._commit_walk(walk)
+            await self._commit_walk(walk, graph.work.modes)
             return of_inputs
         finally:
             self.store.settle(ticket)
@@ -251,12 +251,12 @@ class Runner:
             await settled(done)
             raise
 
-    async def _commit_walk(self, walk: Walk) -> None:
+    async def _commit_walk(self, walk: Walk, modes: Modes) -> None:
         ticket = walk.ticket
         base = walk.base or {}
 
         def commit() -> dict[int, torch.Tensor]:
-            return fold(walk.results, base)
+            return modes.run(fold, walk.results, base, self.store.parameters.slots)
 
         await ticket.first
         total = await _unbroken(self.pool.host.submit(commit, action=Action("commit", label=f"{self.name} backward")))
@@ -350,7 +350,7 @@ class Runner:
             return
 
         def commit() -> Mapping[int, torch.Tensor]:
-            total = fold([*results, *execution.more], base)
+            total = work.modes.run(fold, [*results, *execution.more], base, store.parameters.slots)
             refuse_shared(work.chains or {})
             for chain in changed:
                 chain.buffers.commit(chain)
