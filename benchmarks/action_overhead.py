@@ -1,10 +1,10 @@
-"""What the engine itself costs: calls whose layers do nothing, and a scaler whose iteration has next to no gradients.
+"""What the engine itself costs: calls whose layers do nothing (`scaler_cost.py` does the same for the scaler).
 
     python benchmarks/action_overhead.py
 
 An action is one microbatch's pass through one stage (forward, fused or backward). Its cost is the time of the whole
 call, split and merge included, divided by the number of its actions, less what the same passes take in a plain Python
-loop. The scaler's cost is that of scale, unscale_, step and update around a backward of one small parameter.
+loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe_async
-from roundpipe_async import DevicePool, GradScaler, ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe_async import DevicePool, ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 
 ROUNDS = 5
 
@@ -99,44 +99,6 @@ async def engine(devices: int, layers: int, microbatches: int, calls: int) -> No
             )
 
 
-async def scalers(calls: int) -> None:
-    def setting() -> tuple[nn.Parameter, torch.optim.Optimizer]:
-        weight = nn.Parameter(torch.ones(8))
-        return weight, torch.optim.SGD([weight], lr=1e-3)
-
-    weight, optimizer = setting()
-    torch_scaler = torch.amp.GradScaler("cpu")
-    our_scaler = GradScaler()
-
-    async def without() -> None:
-        weight.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    async def theirs() -> None:
-        torch_scaler.scale(weight.sum()).backward()
-        torch_scaler.unscale_(optimizer)
-        torch_scaler.step(optimizer)
-        torch_scaler.update()
-        optimizer.zero_grad()
-
-    async def ours(is_async: bool) -> None:
-        our_scaler.scale(weight.sum()).backward()
-        our_scaler.unscale_(optimizer)
-        our_scaler.step(optimizer)
-        await our_scaler.update(is_async=is_async)
-        optimizer.zero_grad()
-
-    base_us = await median_us(without, calls)
-    torch_us = await median_us(theirs, calls) - base_us
-    for is_async in (False, True):
-        our_us = await median_us(functools.partial(ours, is_async), calls) - base_us
-        print(
-            f"scaler, update(is_async={is_async}): {our_us:.0f} us an iteration, "
-            f"torch.amp.GradScaler {torch_us:.0f} us, ratio {our_us / torch_us:.2f}"
-        )
-
-
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
@@ -146,7 +108,6 @@ async def main() -> None:
     torch.set_num_threads(1)
     for devices in (1, 2):
         await engine(devices, options.layers, options.microbatches, options.calls)
-    await scalers(options.calls * 20)
 
 
 if __name__ == "__main__":
