@@ -554,6 +554,19 @@ def test_a05_a06_overflow_without_end() -> None:
     assert parameter.item() == 0.0 and update(scaler).good == 1
 
 
+def test_a05_the_warning_is_given_once() -> None:
+    """Also when the scale recovers and falls again; a scale set by hand below 1 is the user's will."""
+    scaler = GradScaler(init_scale=1.0)
+    with pytest.warns(UserWarning, match="fell below 1"):
+        overflow(scaler, 1)
+    update(scaler, 1.0)
+    overflow(scaler, 1)
+    assert scaler.get_scale() == 0.5
+    fresh = GradScaler()
+    fresh.scale(torch.ones(()))
+    assert update(fresh, 0.5).scale == 0.5
+
+
 def test_a05_min_scale_and_recovery() -> None:
     """A05: never below, and it grows again."""
     scaler = GradScaler(min_scale=128, max_scale=300, init_scale=256, growth_interval=1)

@@ -164,6 +164,25 @@ async def test_two_scalers_share_a_window(model: FakeModel) -> None:
     assert model.call(lambda: twin.scale(torch.ones(())).item()) == 16.0
 
 
+@pytest.mark.parametrize("where", ["step", "call"])
+async def test_backward_without_a_window_pins_nothing(model: FakeModel, where: str) -> None:
+    """A backward inside a step function, or of a call's loss in a thread without a window, is nobody's gradient.
+
+    Later gradients that are set by hand and stepped outside are divided by the published scale.
+    """
+    scaler = GradScaler()
+    parameter, optimizer = weights(0.0)
+    if where == "step":
+        loss = scaler.scale((parameter * 1.0).sum())
+        await model.step(loss.backward)
+    else:
+        model.call(lambda: scaler.scale((parameter * 1.0).sum())).backward()
+    await scaler.update(4.0, is_async=False)
+    parameter.grad = torch.tensor([8.0])
+    scaler.step(optimizer)
+    assert parameter.item() == -2.0
+
+
 # --- which update, when in force -------------------------------------------------------------------------------------
 
 
