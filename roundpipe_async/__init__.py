@@ -23,6 +23,7 @@ from roundpipe_async.modes import no_grad
 from roundpipe_async.optimizer import OptimizerCtx
 from roundpipe_async.plan import ModelExecutePlan
 from roundpipe_async.recompute import doing_recompute, get_recompute_data, save_for_recompute
+from roundpipe_async.scale_state import SkippedStepsError
 from roundpipe_async.trace import trace
 from roundpipe_async.wrap import wrap_model_to_roundpipe
 
@@ -38,6 +39,7 @@ __all__ = [
     "RoundPipeError",
     "RoundPipeRunConfig",
     "ScheduleError",
+    "SkippedStepsError",
     "StepError",
     "WrongLoopError",
     "doing_recompute",

@@ -9,12 +9,14 @@ gradients, and what optimizers see of it, is torch's.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast, overload
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -93,6 +95,7 @@ class GradScaler:
         self._ledger = Ledger(ScaleState(Factor(init_scale)), enabled, max_consecutive_skips)
         self._key = object()  # under which windows pin this scaler's factor
         self._outside = Window()  # of gradients that no engine call or step function knows of
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     # --- losses ---
 
@@ -288,7 +291,11 @@ class GradScaler:
         return self._finish(self._ledger.everything())
 
     async def _finish(self, barrier: Barrier) -> UpdateOutcome:
-        await barrier.done
+        if not barrier.done.done():
+            # Who has to wait is served one at a time, in order. One lock a loop: asyncio's belong to the loop that
+            # they were first contended in, the scaler to none.
+            async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+                await barrier.done  # a future of this loop; cancelled, it loses nothing: the book has the update
         return self._ledger.finish(barrier)
 
     @staticmethod
@@ -443,7 +450,7 @@ class GradScaler:
         self._device, self._enabled, self._rules = state["device"], state["enabled"], state["rules"]
         self._ledger = Ledger(state["state"], self._enabled, state["max_consecutive_skips"])
         self._ledger.warned = state["warned"]
-        self._key, self._outside = object(), Window()
+        self._key, self._outside, self._locks = object(), Window(), WeakKeyDictionary()
 
     # --- what optimizers with a `grad_scaler` argument, and libraries written for torch's scaler, ask of it ---
 

@@ -21,7 +21,7 @@ from scaler_fakes import INF, NAN, FakeModel, backward, weights
 
 from roundpipe_async.errors import StepError
 from roundpipe_async.grad_scaler import GradScaler, UpdateOutcome
-from roundpipe_async.steps import steps_in_flight
+from roundpipe_async.steps import StepHandle, Window, register, steps_in_flight
 
 
 @pytest.fixture
@@ -815,3 +815,21 @@ def test_fake_gradients_flow(model: FakeModel) -> None:
     model.call(lambda: backward(scaler, parameter, 2.0))
     model.step(lambda: scaler.step(optimizer)).event.wait()
     assert parameter.item() == -2.0
+
+
+def test_d01_updates_contend_for_the_lock_of_their_own_loop() -> None:
+    """asyncio's locks bind to the loop in which they are first contended: a scaler outlives its loops."""
+    scaler = GradScaler(init_scale=4.0, growth_interval=1)
+
+    async def contend() -> list[float]:
+        scaler.scale(torch.ones(()))
+        handle = StepHandle(1, Window())
+        register(handle)
+        updates = [asyncio.ensure_future(scaler.update(new_scale, is_async=False)) for new_scale in (2.0, 8.0, 16.0)]
+        await asyncio.sleep(0)
+        assert not any(update.done() for update in updates)
+        handle.event.set(None)
+        return [outcome.scale for outcome in await asyncio.gather(*updates)]
+
+    for _ in range(3):
+        assert asyncio.run(contend())[-1] == 16.0 == scaler.get_scale()
