@@ -126,7 +126,8 @@ class RoundPipe:
 
         All or nothing: a call that raises or is cancelled leaves parameters, gradients, buffers and random state as
         they were. An exception of a layer, hook, `loss_fn`, split or merge function arrives as itself, with a note.
-        Calls execute in the order in which this method was called, whoever awaits them.
+        Calls execute in the order in which this method was called, whoever awaits them. Gradients are computed under
+        `torch.no_grad()` and `torch.inference_mode()`, too, which may be those of another task of the thread.
         """
 
         def begin() -> Begun[Any]:
@@ -281,7 +282,7 @@ class RoundPipe:
         """As `parameters`, with names."""
         if in_optimizer_ctx():
             return self.optim_named_parameters(prefix, remove_duplicate)
-        return self._model.named_parameters(prefix, recurse, remove_duplicate)
+        return self._namer.named_parameters(prefix, recurse, remove_duplicate)
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """The optimizer's copies of all parameters that require grad: `optim_dtype`, on the host."""
@@ -292,7 +293,7 @@ class RoundPipe:
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As `optim_parameters`, with the names that the parameters have in the model."""
         copies = {id(slot.parameter): copy for slot, copy in self._store.parameters.copies()}
-        for name, parameter in self._model.named_parameters(prefix, True, remove_duplicate):
+        for name, parameter in self._namer.named_parameters(prefix, True, remove_duplicate):
             if id(parameter) in copies:
                 yield name, copies[id(parameter)]
 
@@ -314,6 +315,16 @@ class RoundPipe:
     @property
     def _target(self) -> nn.Module:
         return self.__dict__["_original"] or self.__dict__["_model"]  # type: ignore[no-any-return]
+
+    @property
+    def _namer(self) -> nn.Module:
+        """Whose names the parameters have: the original model's, where it holds the same parameters."""
+        original = self.__dict__["_original"]
+        if original is not None:
+            theirs = {id(parameter) for parameter in original.parameters()}
+            if all(id(parameter) in theirs for parameter in self._model.parameters()):
+                return original  # type: ignore[no-any-return]
+        return self._model
 
     def __getattr__(self, name: str) -> Any:
         if "_model" not in self.__dict__:

@@ -41,9 +41,9 @@ THREAD_STARTERS = {
 
 PUBLIC = {
     "ClosedError", "DevicePool", "GradScaler", "MicrobatchError", "ModelExecutePlan", "OptimizerCtx", "PlanError",
-    "RoundPipe", "RoundPipeError", "RoundPipeRunConfig", "ScheduleError", "SkippedStepsError", "StepError", "WrongLoopError",
-    "doing_recompute", "get_recompute_data", "no_grad", "optim", "prefetch", "save_for_recompute", "trace",
-    "wrap_model_to_roundpipe",
+    "RoundPipe", "RoundPipeError", "RoundPipeRunConfig", "ScheduleError", "SkippedStepsError", "StepError",
+    "WrongLoopError", "doing_recompute", "get_recompute_data", "no_grad", "optim", "prefetch", "save_for_recompute",
+    "trace", "wrap_model_to_roundpipe",
 }  # fmt: skip
 
 

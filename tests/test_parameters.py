@@ -27,7 +27,7 @@ async def train_once(model: RoundPipe, reference: nn.Module, rows: int = 6) -> N
     plain_forward_backward(reference, data.clone(), label, F.cross_entropy, 3)
 
 
-# ---- ties -------------------------------------------------------------------------------------------------------------
+# ---- ties ----
 
 
 class TwoNames(nn.Module):
@@ -78,7 +78,7 @@ async def test_b03_a_parameter_has_one_owner_until_that_one_is_closed(pool: Devi
     RoundPipe(module, devices=pool)
 
 
-# ---- frozen -----------------------------------------------------------------------------------------------------------
+# ---- frozen ----
 
 
 def _freeze(module: nn.Sequential, which: str) -> None:
@@ -160,7 +160,7 @@ async def test_b05_unfrozen_without_telling_the_optimizer_names_the_parameters(p
             await model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
 
 
-# ---- what was built when ------------------------------------------------------------------------------------------------
+# ---- what was built when ----
 
 
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
@@ -203,7 +203,7 @@ async def test_b07_groups_with_their_own_rates_and_an_optimizer_made_after_infer
             assert_same_state(module, reference)
 
 
-# ---- learning rates -----------------------------------------------------------------------------------------------------
+# ---- learning rates ----
 
 SCHEDULERS: dict[str, Any] = {
     "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 0.5**k),
@@ -279,7 +279,7 @@ async def test_b06_the_rate_of_the_moment_of_submission_is_the_one_used(pool: De
         assert module[0].weight.item() == expected
 
 
-# ---- changes made by the user -------------------------------------------------------------------------------------------
+# ---- changes made by the user ----
 
 
 async def test_parameters_that_the_user_loads_or_changes_are_trained_from(pool: DevicePool) -> None:
@@ -327,3 +327,15 @@ async def test_the_wrapper_reads_writes_and_deletes_the_modules_attributes(pool:
     model.set_original_model(original)
     assert model.config == "config"
     await model.aclose()
+
+
+async def test_parameters_have_the_original_models_names_where_it_holds_them(pool: DevicePool) -> None:
+    original = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
+    async with RoundPipe(nn.Sequential(original["first"], original["second"]), devices=pool) as model:
+        assert next(name for name, _ in model.optim_named_parameters()) == "0.weight"
+        model.set_original_model(original)
+        names = [name for name, _ in original.named_parameters()]
+        assert [name for name, _ in model.optim_named_parameters()] == names
+        assert [name for name, _ in model.named_parameters()] == names
+        model.set_original_model(nn.Linear(1, 1))
+        assert next(name for name, _ in model.named_parameters()) == "0.weight"
