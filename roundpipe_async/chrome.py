@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from roundpipe_async.actions import PASSES, Record
+from roundpipe_async.actions import Record
 from roundpipe_async.usage import device_names, natural
 
+_WAY = ("forward", "fused", "backward")
 _ORDER = ("compute", "load", "upload", "download")
 
 
@@ -76,22 +77,26 @@ def _arguments(record: Record) -> dict[str, Any]:
 
 
 def _flows(records: Sequence[Record], places: _Places, zero: float) -> Iterator[dict[str, Any]]:
-    """Arrows through the middles of a microbatch's passes, in the order of time. Of labelled actions: without a label
-    nobody knows which call a microbatch belongs to."""
+    """Arrows through the middles of a microbatch's passes, in the order of time; recompute, which waits for no other
+    stage, is no part of the way. Of labelled actions: without a label nobody knows whose a microbatch is."""
     ways: dict[tuple[str, int], list[Record]] = {}
     for record in records:
         action = record.action
-        if action.label and action.microbatch is not None and action.kind in PASSES:
+        if action.label and action.microbatch is not None and action.kind in _WAY:
             ways.setdefault((action.label, action.microbatch), []).append(record)
     for number, ((label, microbatch), way) in enumerate(ways.items(), 1):
-        way.sort(key=lambda record: record.start_s)
+        way.sort(key=_middle_s)
         for i, record in enumerate(way if len(way) > 1 else ()):
             event = {
                 "name": f"{label} mb{microbatch}", "cat": "microbatch", "id": number,
                 "ph": "s" if i == 0 else "f" if i == len(way) - 1 else "t",
-                "ts": _microseconds((record.start_s + record.end_s) / 2 - zero), **places.of(record),
+                "ts": _microseconds(_middle_s(record) - zero), **places.of(record),
             }  # fmt: skip
             yield {**event, "bp": "e"} if event["ph"] == "f" else event
+
+
+def _middle_s(record: Record) -> float:
+    return (record.start_s + record.end_s) / 2
 
 
 def _microseconds(seconds: float) -> float:
