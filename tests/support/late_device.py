@@ -117,8 +117,8 @@ class LateLane:
         return mark
 
     def wait(self, mark: LateMark) -> None:
-        self.log.append("wait")
         if self.computes:
+            self.log.append("wait")
             mark.synchronize()
         else:
             self._put((mark,), "wait")
