@@ -115,6 +115,35 @@ def test_the_same_arguments_give_the_same_schedule() -> None:
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.parametrize("budget", [0.55, 0.8])
+def test_a_tight_upload_budget_is_kept_though_more_uploads_would_be_faster(
+    budget: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roundpipe_async.search.OVER_BUDGET", 0.0)  # drafts over the budget look as good as they are
+    workload = WORKLOADS["llama3-8b"]
+    problem = Problem(workload.costs, 16, 8, workload.links)
+    schedule = search(workload.costs, 16, 8, links=workload.links, upload_budget=budget, effort=0.1)
+    assert simulate(schedule, workload.costs, workload.links).uploaded_bytes <= budget * problem.paper_bytes()
+
+
+@given(num_layers=st.integers(1, 40), num_devices=st.integers(1, 9))
+def test_waves_give_every_device_the_same_number_of_layers(num_layers: int, num_devices: int) -> None:
+    problem = Problem([LayerCost(1, 1, 2)] * (num_layers + 1), 2 * num_devices, num_devices, Links())
+    for cut in wave_cuts(problem, FORWARD, num_layers):
+        assert sum(size for size, _ in cut) == num_layers
+        load, turn = [0.0] * num_devices, 0
+        for size, groups in cut:
+            for _ in range(groups):
+                load[turn % num_devices] += size / groups
+                turn += 1
+        assert load == pytest.approx([num_layers / num_devices] * num_devices)
+
+
+def test_layers_that_fill_no_wave_are_split_no_more_than_needed() -> None:
+    problem = Problem([LayerCost(1, 1, 2)] * 15, 16, 8, Links())
+    assert [(1, 2)] * 4 + [(1, 4)] * 2 + [(1, 1)] * 8 in wave_cuts(problem, FORWARD, 14)
+
+
 def test_even_groups_are_never_empty() -> None:
     assert even_groups(16, 5) == (4, 3, 3, 3, 3)
     assert even_groups(3, 8) == (1, 1, 1)
