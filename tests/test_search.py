@@ -81,7 +81,8 @@ def test_a_recompute_longer_than_forward_does_not_start_before_its_input_is_ther
     draft = draft_of(problem, [(1, 1), (1, 1)], 1, [(1, 1), (1, 1)], True)
     layout = lay_out(problem, draft, Clocks.zero(4))
     assert layout.end == 5.5 + 50 + 1 + 0.5 + 1  # layer 1 is recomputed from 5.5 on; its gradient came long before
-    assert simulate(schedule_of(problem, draft, layout.devices), costs, problem.links).makespan_s == layout.end
+    simulated_s = simulate(schedule_of(problem, draft, layout.devices), costs, problem.links).makespan_s
+    assert simulated_s == layout.end
 
 
 @settings(max_examples=25, deadline=None)
@@ -98,7 +99,8 @@ def test_any_model_gets_a_valid_schedule_within_the_budget(
     schedule.validate()
     assert Schedule.parse(str(schedule)) == schedule
     problem = Problem(costs, *sizes, Links())
-    assert simulate(schedule, costs).uploaded_bytes <= budget * problem.paper_bytes() + 1e-6
+    uploaded = simulate(schedule, costs).uploaded_bytes
+    assert uploaded <= budget * problem.paper_bytes() + 1e-6
 
 
 def test_stages_keep_the_memory_limit() -> None:
@@ -123,7 +125,8 @@ def test_a_tight_upload_budget_is_kept_though_more_uploads_would_be_faster(
     workload = WORKLOADS["llama3-8b"]
     problem = Problem(workload.costs, 16, 8, workload.links)
     schedule = search(workload.costs, 16, 8, links=workload.links, upload_budget=budget, effort=0.1)
-    assert simulate(schedule, workload.costs, workload.links).uploaded_bytes <= budget * problem.paper_bytes()
+    uploaded = simulate(schedule, workload.costs, workload.links).uploaded_bytes
+    assert uploaded <= budget * problem.paper_bytes()
 
 
 @given(num_layers=st.integers(1, 40), num_devices=st.integers(1, 9))
