@@ -60,7 +60,7 @@ class TimedAction:
 class Timeline:
     """When everything happened. Times are in seconds from the start; `actions` are in the order of the list."""
 
-    actions: tuple[TimedAction, ...]
+    actions: tuple[TimedAction, ...] = field(repr=False)  # thousands of them
     num_devices: int
     makespan_s: float
     compute_s: float

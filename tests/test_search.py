@@ -200,6 +200,7 @@ def reached(workload: Workload, objective: Objective) -> Reached:
     return Reached(100 * line.bubble, steady, line.uploaded_bytes / published.uploaded_bytes, line.makespan_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_isolated_iterations_idle_less_than_the_target(name: str) -> None:
     found = reached(WORKLOADS[name], "isolated")
