@@ -70,6 +70,14 @@ class Snapshot:
         assert self.version == other.version
         assert not random or torch.equal(self.random, other.random), "the random state moved"
 
+    def is_same(self, other: Snapshot) -> bool:
+        """Whether nothing but the random state differs."""
+        try:
+            self.assert_same(other, random=False)
+        except AssertionError:
+            return False
+        return True
+
 
 class Traces:
     """Weak references to tensors that a call made or was given: they must not outlive it."""

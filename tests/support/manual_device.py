@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import torch
-
 from roundpipe_async.devices.base import Stream
+from roundpipe_async.devices.cpu import CpuDevice
 from roundpipe_async.devices.pool import DevicePool
 from roundpipe_async.events import Event
 from roundpipe_async.trace import Action
@@ -56,26 +55,16 @@ class ManualStream:
             event.set(value)
 
 
-class ManualDevice:
-    """A device with three manual streams (one, where it shares the host's memory)."""
+class ManualDevice(CpuDevice):
+    """A CPU device with manual streams (one, where it shares the host's memory)."""
 
     def __init__(self, index: int, own_memory: bool) -> None:
-        self.index = index
+        super().__init__(index, 1, own_memory)
         self.name = f"manual:{index}"
-        self.torch_device = torch.device("cpu")
-        self.shares_host_memory = not own_memory
         self.compute: Stream = ManualStream(f"{self.name}/compute")
         self.upload: Stream = ManualStream(f"{self.name}/upload") if own_memory else self.compute
+        self.load: Stream = ManualStream(f"{self.name}/load") if own_memory else self.compute
         self.download: Stream = ManualStream(f"{self.name}/download") if own_memory else self.compute
-
-    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.shares_host_memory else tensor.detach().clone()
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.shares_host_memory else tensor.detach().clone()
-
-    def close(self) -> None:
-        pass
 
 
 class Hand:
@@ -88,7 +77,7 @@ class Hand:
         self.pool = DevicePool(devices, host=self.host, optimizer=self.optimizer)
         streams = [self.host, self.optimizer]
         for device in devices:
-            for stream in (device.upload, device.compute, device.download):
+            for stream in (device.upload, device.load, device.compute, device.download):
                 assert isinstance(stream, ManualStream)
                 if stream not in streams:
                     streams.append(stream)
