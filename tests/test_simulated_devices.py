@@ -6,6 +6,7 @@ import asyncio
 import csv
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,3 +113,44 @@ def test_virtual_time_passes_without_real_time() -> None:
     assert run_in_virtual_time(sleep()) == pytest.approx(1e6)
     assert time.monotonic() - start < 5
     assert VirtualTimeLoop.time is not time.monotonic
+
+
+FORWARD_S, BACKWARD_S = 0.01, 0.02
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(FORWARD_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Waits(Nothing):
+    """A layer that takes its time and no processor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Wait.apply(x * self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.slow
+async def test_a_real_timeline_of_layers_that_only_wait_is_the_simulated_one() -> None:
+    """On four CPU devices, within 5 %: the best of three, since the machine may be busy with something else."""
+    costs = [LayerCost(FORWARD_S, FORWARD_S, BACKWARD_S)] * 8
+    plan = ModelExecutePlan.auto("fused", _Planned(costs), min_stages=4)
+    assert isinstance(plan, ModelExecutePlan)
+    schedule = round_robin(plan, "fused", len(costs), 8, 4)
+    expected_s = simulate(schedule, costs).makespan_s
+    config = RoundPipeRunConfig(num_microbatch=8, schedule=schedule)
+    took_s = []
+    async with DevicePool.cpu(4, 1) as pool, RoundPipe(nn.Sequential(*[Waits() for _ in costs]), devices=pool) as model:
+        for _ in range(3):
+            with trace() as recorded:
+                await model.forward_backward((torch.ones(8),), loss_fn=lambda out, _: out.sum(), run_config=config)
+            actions = [r for r in recorded.records if r.action.kind in ("forward", "fused", "recompute", "backward")]
+            took_s.append(max(r.end_s for r in actions) - min(r.start_s for r in actions))
+    assert min(took_s) == pytest.approx(expected_s, rel=0.05)
