@@ -22,6 +22,7 @@ from roundpipe_async import DevicePool, ModelExecutePlan, OptimizerCtx, RoundPip
 from roundpipe_async.actions import COMPUTING, PASSES, Action, Record
 from roundpipe_async.chrome import chrome_events, chrome_json
 from roundpipe_async.devices.cpu import WorkerStream
+from roundpipe_async.devices.simulated import run_in_virtual_time
 from roundpipe_async.drawing import Bar, Row, draw, rows_of
 from roundpipe_async.plan import LayerCost
 from roundpipe_async.schedule import Schedule, round_robin
@@ -442,6 +443,24 @@ async def test_every_action_of_a_schedule_is_recorded_once(pool_kind: PoolKind) 
         check_streams(t.records)
         check_chrome(t.chrome_json(), t.records)
     assert 0 <= t.table().bubble < 1
+
+
+def test_virtual_devices_report_what_the_table_says() -> None:
+    """The engine on simulated devices: the trace has the virtual times and the table's bytes."""
+    costs = [LayerCost(1.0, 1.0, 2.0, 1_000_000)] * NUM_LAYERS
+
+    async def run() -> trace:
+        async with DevicePool.simulated(2, costs, Links(1e6)) as pool, make_model(pool) as model:
+            with trace() as t:
+                await train(model, t)
+        return t
+
+    t = run_in_virtual_time(run())
+    line = simulate(round_robin(PLAN, "fused", NUM_LAYERS, 3, 2), costs, Links(1e6))
+    found = t.table()
+    assert sum(device.uploaded_bytes for device in found.devices) == line.uploaded_bytes
+    assert math.fsum(device.computing_s for device in found.devices) == pytest.approx(line.compute_s)
+    assert found.bubble == pytest.approx(line.bubble)
 
 
 async def test_two_models_at_once(tmp_path: Path) -> None:

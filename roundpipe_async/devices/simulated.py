@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from roundpipe_async import trace
 from roundpipe_async.devices.base import Stream
 from roundpipe_async.events import Event, all_of
 from roundpipe_async.plan import LayerCost
 from roundpipe_async.simulate import Links
-from roundpipe_async.trace import Action
+from roundpipe_async.trace import Action, record, recording
 from roundpipe_async.versions import HostMemory
 
 T = TypeVar("T")
@@ -52,13 +51,21 @@ class SimulatedStream:
     """
 
     def __init__(
-        self, name: str, device: int | None, owner: str, duration: Duration, *, pipelined: bool = False
+        self,
+        name: str,
+        device: int | None,
+        owner: str,
+        duration: Duration,
+        *,
+        pipelined: bool = False,
+        num_bytes: Callable[[Action], int] = lambda action: 0,
     ) -> None:
         self.name = name
         self._device = device
         self._owner = owner
         self._duration = duration
         self._pipelined = pipelined
+        self._num_bytes = num_bytes
         self._waiting: deque[_Job] = deque()
         self._busy = False
         self._last: Event[Any] = Event.happened(None)
@@ -119,8 +126,10 @@ class SimulatedStream:
                 value = fn()
             except BaseException as caught:
                 error = caught
-        if action is not None and trace.recording():
-            trace.record(action, self._owner, self.name, start_s, asyncio.get_running_loop().time())
+            if action is not None and recording():
+                failed = "" if error is None else type(error).__name__
+                end_s = asyncio.get_running_loop().time()
+                record(action, self._owner, self.name, start_s, end_s, self._num_bytes(action), failed)
         if error is not None:
             event.fail(error)
         else:
@@ -149,11 +158,11 @@ class SimulatedDevice:
         self._bytes = [0, *accumulate(cost.parameter_bytes for cost in costs)]
         self._uploaded = 0
 
-        def stream(kind: str, duration: Duration, pipelined: bool = False) -> Stream:
-            return SimulatedStream(f"{self.name}/{kind}", index, self.name, duration, pipelined=pipelined)
+        def stream(kind: str, duration: Duration, **options: Any) -> Stream:
+            return SimulatedStream(f"{self.name}/{kind}", index, self.name, duration, **options)
 
         self.compute: Stream = stream("compute", self._compute_s)
-        self.load: Stream = stream("load", self._load_s)
+        self.load: Stream = stream("load", self._load_s, num_bytes=self._load_bytes)
         self.upload: Stream = stream("upload", self._hop_s, pipelined=True)
         self.download: Stream = stream("download", lambda action, after: 0.0)
 
@@ -164,11 +173,14 @@ class SimulatedDevice:
         return prefix[action.layers.stop] - prefix[action.layers.start]
 
     def _load_s(self, action: Action | None, after: Sequence[Event[Any]]) -> float:
-        if action is None or action.layers is None:
+        if action is None:
             return 0.0
-        num_bytes = self._bytes[action.layers.stop] - self._bytes[action.layers.start]
+        num_bytes = self._load_bytes(action)
         self._uploaded += num_bytes
         return num_bytes / self._links.upload_bytes_per_s
+
+    def _load_bytes(self, action: Action) -> int:
+        return 0 if action.layers is None else self._bytes[action.layers.stop] - self._bytes[action.layers.start]
 
     def _hop_s(self, action: Action | None, after: Sequence[Event[Any]]) -> float:
         makers = {event.device for event in after if isinstance(event, MadeOn)}
