@@ -478,5 +478,5 @@ def _map_collected(collected: RunGradients, fn: Callable[[torch.Tensor], torch.T
     gradients, tied = collected
     return (
         {slot: fn(gradient) for slot, gradient in gradients.items()},
-        {slot: {microbatch: fn(share) for microbatch, share in shares.items()} for slot, shares in tied.items()},
+        {slot: {m: [fn(share) for share in parts] for m, parts in shares.items()} for slot, shares in tied.items()},
     )

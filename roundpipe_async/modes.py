@@ -14,8 +14,11 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from roundpipe_async import tree
+
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _grad_override: ContextVar[bool | None] = ContextVar("roundpipe_async_grad", default=None)
 
@@ -32,6 +35,14 @@ def no_grad() -> Iterator[None]:
         yield
     finally:
         _grad_override.reset(token)
+
+
+def usable_by_autograd(value: T) -> T:
+    """The value, with copies of tensors made in inference mode (another task's, perhaps): autograd saves no such."""
+    if not any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in tree.flatten(value)[0]):
+        return value
+    copied: T = tree.map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, value)
+    return copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +64,16 @@ class Modes:
     context: Context
 
     @classmethod
-    def capture(cls, requires_grad: bool | None, device_types: frozenset[str]) -> Modes:
-        """The modes of the calling thread and task; `requires_grad` of the run config overrides the grad mode."""
+    def capture(cls, requires_grad: bool | None, device_types: frozenset[str], trains: bool = False) -> Modes:
+        """The modes of the calling thread and task; `requires_grad` of the run config overrides the grad mode.
+
+        A call that `trains` disregards torch's grad mode: what it wants is clear, and `torch.no_grad()` around it may
+        be that of another task of the thread, which evaluates and holds it across an `await`.
+        """
         inference = torch.is_inference_mode_enabled()
         grad = _grad_override.get()
         if grad is None:
-            grad = torch.is_grad_enabled() and not inference
+            grad = trains or (torch.is_grad_enabled() and not inference)
         if requires_grad is not None:
             grad = requires_grad
         autocast = tuple(

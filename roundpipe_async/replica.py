@@ -101,15 +101,45 @@ class Replica:
         return self._copies[id(original)]  # type: ignore[no-any-return]
 
 
-def as_parameter(original: nn.Parameter, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """A leaf that stands for `original` in replicas: `tensor`'s memory, `original`'s attributes and gradient hooks."""
+def as_parameter(
+    original: nn.Parameter, tensor: torch.Tensor, requires_grad: bool, hooked: bool = True
+) -> nn.Parameter:
+    """A leaf that stands for `original` in replicas: `tensor`'s memory, `original`'s attributes and gradient hooks.
+
+    Not `hooked` where the leaf gets only a part of a gradient: then `through_hooks` is for the whole.
+    """
     leaf = nn.Parameter(tensor.detach(), requires_grad=requires_grad)
     if original.__dict__:
         leaf.__dict__.update(original.__dict__)
-    hooks = original._backward_hooks
-    if requires_grad and hooks:
-        leaf._backward_hooks = hooks
+    if requires_grad and hooked:
+        if original._backward_hooks:
+            leaf._backward_hooks = original._backward_hooks
+        if original._post_accumulate_grad_hooks:
+            leaf._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
     return leaf
+
+
+def through_hooks(original: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """What the hooks of a parameter (`register_hook`) make of one backward's gradient."""
+    with torch.no_grad():
+        for hook in list((original._backward_hooks or {}).values()):
+            result = hook(gradient)
+            gradient = gradient if result is None else result
+    return gradient
+
+
+def accumulated(original: nn.Parameter, total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
+    """`total` and one backward's gradient added up, as the parameter's post-accumulate hooks leave it."""
+    total = gradient if total is None else total + gradient
+    hooks = original._post_accumulate_grad_hooks
+    if not hooks:
+        return total
+    leaf = as_parameter(original, original, True, hooked=False)
+    leaf.grad = total
+    with torch.no_grad():
+        for hook in list(hooks.values()):
+            hook(leaf)
+    return leaf.grad
 
 
 def _lookup(tensors: Mapping[int, torch.Tensor], parameter: nn.Parameter, name: str, module: nn.Module) -> torch.Tensor:

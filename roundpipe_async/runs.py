@@ -26,7 +26,7 @@ from roundpipe_async.events import Event, all_of
 from roundpipe_async.failures import raise_unchanged
 from roundpipe_async.graph import Graph, Walk, current_walks, join_outputs
 from roundpipe_async.microbatch import SplitCall, loss_weights, merge_outputs, split_call, sum_losses
-from roundpipe_async.modes import Modes
+from roundpipe_async.modes import Modes, usable_by_autograd
 from roundpipe_async.packed import Microbatches, arrived, fitted, joined, packed_leaves, unpacked
 from roundpipe_async.planner import Planner
 from roundpipe_async.schedule import Schedule, ScheduleType
@@ -71,7 +71,7 @@ class Runner:
         """Admit a forward pass (with a loss: and its backward), with the modes that stand around the caller now."""
         store = self.store
         store.bind_loop(self.name)
-        modes = Modes.capture(config.requires_grad, self.device_types)
+        modes = Modes.capture(config.requires_grad, self.device_types, trains=loss_fn is not None)
         changes_buffers = store.changes_buffers()
         ticket = store.admit_call(
             ordered=modes.grad or changes_buffers,
@@ -123,7 +123,7 @@ class Runner:
                 total = sum_losses(losses)
                 if outputs is None:
                     return total
-                return total, self._merged(outputs, split.sizes, config)
+                return total, work.modes.run(self._merged, outputs, split.sizes, config)
 
             result = await execution.submit(self.pool.host, finish, action=execution.action("merge"))
             await self._commit(execution, results)
@@ -162,9 +162,9 @@ class Runner:
                 if graph is None:
                     with work.modes.entered(False):
                         outputs = [boundary.value() for boundary in boundaries]
-                        return outputs if packed else self._merged(outputs, split.sizes, config)
+                        return outputs if packed else work.modes.run(self._merged, outputs, split.sizes, config)
                 outputs = join_outputs(graph, boundaries, inputs.tensors())
-                return outputs if packed else self._merged(outputs, split.sizes, config)
+                return outputs if packed else work.modes.run(self._merged, outputs, split.sizes, config)
 
             result = await execution.submit(self.pool.host, finish, action=execution.action("merge"))
             await self._commit(execution, [])
@@ -274,11 +274,14 @@ class Runner:
 
         def split() -> SplitCall:
             with torch.set_grad_enabled(execution.work.modes.grad):
+                args, kwargs, label = request.args, request.kwargs, request.label
+                if execution.work.modes.grad:
+                    args, kwargs, label = usable_by_autograd((args, kwargs, label))
                 return execution.work.modes.run(
                     lambda: split_call(
-                        request.args,
-                        request.kwargs,
-                        request.label,
+                        args,
+                        kwargs,
+                        label,
                         count,
                         config.split_input,
                         config.split_label,

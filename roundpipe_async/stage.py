@@ -195,7 +195,7 @@ class StageWork:
         self._base = base
         self._replicas: dict[int, Replica] = {}
         self._leaves: dict[int, nn.Parameter] = {}
-        self._tied: dict[int, dict[int, torch.Tensor]] = {}
+        self._tied: dict[int, dict[int, list[torch.Tensor]]] = {}
         self._num_inputs: dict[int, int] = {}
         self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -213,7 +213,8 @@ class StageWork:
                 if slot not in self._leaves:
                     # without grad mode, too: torch chooses kernels by it, and a layer may switch grad mode on
                     requires_grad = call.requires_grad[slot]
-                    leaf = as_parameter(original, device.from_host(call.version.tensors[slot]), requires_grad)
+                    tensor = device.from_host(call.version.tensors[slot])
+                    leaf = as_parameter(original, tensor, requires_grad, hooked=slot not in call.tied)
                     base = self._base.get(slot) if grad else None
                     if base is not None and requires_grad:
                         leaf.grad = base.clone() if device.shares_host_memory else device.from_host(base)
@@ -273,7 +274,6 @@ class StageWork:
             return [None] * self._num_inputs[microbatch]
         while graphs:
             gradients = self._walk(graphs.pop(), microbatch, gradients)
-        self._set_tied_aside(microbatch)
         return gradients
 
     def backward_by_layer(self, microbatch: int, kept: Mapping[int, Boundary], gradients: Gradients) -> Gradients:
@@ -284,7 +284,6 @@ class StageWork:
             with self._modes():
                 graph = self._graph(layer, microbatch, kept[layer.index], "recompute")
             gradients = self._walk(graph, microbatch, gradients)
-        self._set_tied_aside(microbatch)
         return gradients
 
     def fused(self, microbatch: int, boundary: Boundary, label: Any) -> Fused:
@@ -300,21 +299,22 @@ class StageWork:
                 call.check()
                 assert call.loss_fn is not None
                 losses = call.modes.run(self._in_window, call.loss_fn, value, label)
-                check_loss(losses, microbatch)
+                starts = check_loss(losses, microbatch)
                 if call.loss_weights is not None:
                     losses = weighted_loss(losses, call.loss_weights[microbatch])
+                    starts = check_loss(losses, microbatch)
         output = tree.map_tensors(torch.Tensor.detach, value) if call.return_outputs else None
         del value, boundary
         with self._noting("backward of loss_fn", None, microbatch):
-            call.modes.run(self._in_window, torch.autograd.backward, losses)
+            call.modes.run(self._in_window, torch.autograd.backward, starts)
         gradients: Gradients = [None if root is None else root.grad for root in roots]
         detached = tree.map_tensors(torch.Tensor.detach, losses)
-        del losses, roots
+        del losses, starts, roots
         gradients = self.backward(microbatch, graphs, gradients)
         return Fused(detached, output, gradients)
 
-    def collect(self) -> tuple[dict[int, torch.Tensor], dict[int, dict[int, torch.Tensor]]]:
-        """The gradients of the run by slot, and those of tied parameters by slot and microbatch."""
+    def collect(self) -> tuple[dict[int, torch.Tensor], dict[int, dict[int, list[torch.Tensor]]]]:
+        """The gradients of the run by slot, and those of tied parameters by slot and microbatch, layer by layer."""
         self.call.check()
         gradients = {slot: leaf.grad for slot, leaf in self._leaves.items() if leaf.grad is not None}
         tied, self._tied = self._tied, {}
@@ -408,14 +408,15 @@ class StageWork:
             start_s = time.perf_counter()
             call.modes.run(self._in_window, torch.autograd.backward, outputs, seeds)
             self._time(graph.layer, "backward", start_s)
+        self._set_tied_aside(graph.layer, microbatch)
         return [None if root is None else root.grad for root in graph.roots]
 
-    def _set_tied_aside(self, microbatch: int) -> None:
-        # The other layers' shares come from other stages; plain PyTorch adds the shares of one microbatch first.
-        for slot in self.call.tied:
-            leaf = self._leaves.get(slot)
-            if leaf is not None and leaf.grad is not None:
-                self._tied.setdefault(slot, {})[microbatch] = leaf.grad
+    def _set_tied_aside(self, layer: Layer, microbatch: int) -> None:
+        # Plain PyTorch adds the shares of one microbatch first, one layer's after the other: some are in other stages.
+        for slot in layer.slots:
+            leaf = self._leaves[slot]
+            if slot in self.call.tied and leaf.grad is not None:
+                self._tied.setdefault(slot, {}).setdefault(microbatch, []).append(leaf.grad)
                 leaf.grad = None
 
     @contextmanager

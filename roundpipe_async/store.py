@@ -35,14 +35,14 @@ from roundpipe_async.errors import ClosedError, WrongLoopError
 from roundpipe_async.events import Event, all_of
 from roundpipe_async.optimizer import Step, assign_gradients, snapshot
 from roundpipe_async.recompute import CallSeed, draw_call_seed
-from roundpipe_async.replica import Blueprint
+from roundpipe_async.replica import Blueprint, accumulated, through_hooks
 from roundpipe_async.stage import CallWork, Layer
 from roundpipe_async.steps import StepHandle, Window, register
 from roundpipe_async.trace import Action
 from roundpipe_async.versions import Parameters, Slot, Version
 
-RunGradients = tuple[dict[int, torch.Tensor], dict[int, dict[int, torch.Tensor]]]
-"""What one stage run gives: gradients by slot, and those of tied parameters by slot and microbatch."""
+RunGradients = tuple[dict[int, torch.Tensor], dict[int, dict[int, list[torch.Tensor]]]]
+"""What one stage run gives: gradients by slot, and those of tied parameters by slot and microbatch, layer by layer."""
 
 
 class CallTicket:
@@ -338,11 +338,14 @@ class Store:
         return None
 
 
-def fold(results: Sequence[RunGradients], base: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def fold(
+    results: Sequence[RunGradients], base: Mapping[int, torch.Tensor], slots: Sequence[Slot]
+) -> dict[int, torch.Tensor]:
     """The gradients of a call from those of its stage runs, in the schedule's order.
 
-    The runs' own include `base` already. Of tied parameters, plain PyTorch adds the shares of all layers for one
-    microbatch, in backward order, and that sum to what it has: so does this, bit for bit.
+    The runs' own include `base` already, and went through their parameters' hooks. Of tied parameters, plain PyTorch
+    adds the shares of all layers for one microbatch, in backward order, and that sum, through the hooks, to what it
+    has: so does this, bit for bit.
     """
     total: dict[int, torch.Tensor] = {}
     shares: dict[int, dict[int, torch.Tensor]] = {}
@@ -351,12 +354,14 @@ def fold(results: Sequence[RunGradients], base: Mapping[int, torch.Tensor]) -> d
             total[slot] = total[slot] + gradient if slot in total else gradient
         for slot, by_microbatch in tied.items():
             mine = shares.setdefault(slot, {})
-            for microbatch, gradient in by_microbatch.items():
-                mine[microbatch] = mine[microbatch] + gradient if microbatch in mine else gradient
+            for microbatch, of_layers in by_microbatch.items():
+                for gradient in of_layers:
+                    mine[microbatch] = mine[microbatch] + gradient if microbatch in mine else gradient
     for slot, mine in shares.items():
-        parts = [mine[microbatch] for microbatch in sorted(mine)]
-        start = base.get(slot)
-        total[slot] = parts[0] if start is None else start + parts[0]
-        for part in parts[1:]:
-            total[slot] = total[slot] + part
+        parameter = slots[slot].parameter
+        so_far = base.get(slot)
+        for microbatch in sorted(mine):
+            so_far = accumulated(parameter, so_far, through_hooks(parameter, mine[microbatch]))
+        if so_far is not None:
+            total[slot] = so_far
     return total
