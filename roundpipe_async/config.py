@@ -56,8 +56,11 @@ class RoundPipeRunConfig:
     loss_reduction: Literal["sum", "mean"] | None = None
     """How the losses of the microbatches add up: as they are, or each weighted by its share of the batch, which makes
     a per-sample mean loss that of the whole batch. Default: "sum"."""
-    schedule: Literal["round_robin", "search"] | Schedule | None = None
-    """Which device runs which stage when: a producer's name, or a schedule. Default: "round_robin"."""
+    schedule: Literal["round_robin", "search", "search_steady"] | Schedule | None = None
+    """Which device runs which stage when. Default: "round_robin", whose numbers are the same for any number of devices.
+    "search" spreads stages over devices so that an iteration that starts and ends with idle devices is shortest,
+    "search_steady" so that iterations submitted ahead follow each other closest: a plan's gradients are summed in a
+    fixed order of its own. Or a `Schedule`. `forward_backward` alone is searched for."""
 
     def __post_init__(self) -> None:
         for name in ("requires_grad", "preserve_rng_state"):
@@ -73,9 +76,9 @@ class RoundPipeRunConfig:
         if plan is not None and not (hasattr(plan, "fwd_plan") and hasattr(plan, "bwd_plan")):
             raise TypeError(f"execute_plan must be a ModelExecutePlan, not {plan!r}")
         if isinstance(self.schedule, str):
-            _one_of("schedule", self.schedule, ("round_robin", "search"))
+            _one_of("schedule", self.schedule, ("round_robin", "search", "search_steady"))
         elif self.schedule is not None and not hasattr(self.schedule, "runs"):
-            raise TypeError(f"schedule must be 'round_robin', 'search' or a Schedule, not {self.schedule!r}")
+            raise TypeError(f"schedule must be the name of a way to make one, or a Schedule, not {self.schedule!r}")
 
     def _check_specs(self) -> None:
         spec = self.split_input

@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class Event(Generic[T]):
         return True
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait without blocking the loop; gives the value or raises the exception. Cancelling the wait loses nothing."""
+        """Wait without blocking the loop; gives the value or raises the exception. A cancelled wait loses nothing."""
         if not self.done():
             loop = asyncio.get_running_loop()
             waker = Waker.of(loop)
@@ -170,7 +170,7 @@ class Waker:
     A closed loop has nobody left to wake: its futures are forgotten.
     """
 
-    _wakers: WeakKeyDictionary[asyncio.AbstractEventLoop, Waker] = WeakKeyDictionary()
+    _wakers: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, Waker]] = WeakKeyDictionary()
     _wakers_lock = threading.Lock()
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -101,7 +101,9 @@ class RoundPipe:
         own["_pool"] = pool
         own["_pin_model"] = pin_model
         store = own["_store"] = Store(layers, optim_dtype, pool, pin_model, self._name)
-        planner = Planner(store.layer_bytes(), len(pool.devices))
+        planner = Planner(
+            store.layer_bytes(), len(pool.devices), all(device.shares_host_memory for device in pool.devices)
+        )
         device_types = frozenset(device.torch_device.type for device in pool.devices)
         own["_runner"] = Runner(self._name, pool, store, planner, device_types)
         _claim(self, model)  # last: a constructor that raises leaves nothing claimed

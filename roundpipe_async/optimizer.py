@@ -28,7 +28,7 @@ from roundpipe_async.steps import StepHandle, StepScope, current_step
 _optimizer_context: ContextVar[bool] = ContextVar("roundpipe_async_optimizer", default=False)
 
 
-def OptimizerCtx() -> AbstractContextManager[None]:  # noqa: N802 - RoundPipe's name
+def OptimizerCtx() -> AbstractContextManager[None]:
     """Inside, `parameters()` and `named_parameters()` of every `RoundPipe` give the optimizer's copies.
 
     `with OptimizerCtx(): optimizer = Adam(model.parameters())`. A context variable: it never leaks into other tasks or

@@ -301,7 +301,9 @@ class Runner:
     ) -> Schedule:
         return await execution.submit(
             self.pool.host,
-            lambda: self.planner.schedule(kind, config, num_microbatch, self.pool.take_devices),
+            lambda: self.planner.schedule(
+                kind, config, num_microbatch, self.pool.take_devices, execution.work.changes_buffers
+            ),
             action=execution.action("plan"),
         )
 

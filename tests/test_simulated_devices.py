@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def test_virtual_time_passes_without_real_time() -> None:
     assert VirtualTimeLoop.time is not time.monotonic
 
 
-FORWARD_S, BACKWARD_S = 0.01, 0.02
+FORWARD_S, BACKWARD_S = 0.025, 0.05
 
 
 class _Wait(torch.autograd.Function):
@@ -139,16 +140,16 @@ class Waits(Nothing):
 
 @pytest.mark.slow
 async def test_a_real_timeline_of_layers_that_only_wait_is_the_simulated_one() -> None:
-    """On four CPU devices, within 5 %: the best of three, since the machine may be busy with something else."""
+    """On four CPU devices, within 5 %; tried again where the machine is busy with something else."""
     costs = [LayerCost(FORWARD_S, FORWARD_S, BACKWARD_S)] * 8
     plan = ModelExecutePlan.auto("fused", _Planned(costs), min_stages=4)
     assert isinstance(plan, ModelExecutePlan)
     schedule = round_robin(plan, "fused", len(costs), 8, 4)
     expected_s = simulate(schedule, costs).makespan_s
     config = RoundPipeRunConfig(num_microbatch=8, schedule=schedule)
-    took_s = []
+    took_s: list[float] = []
     async with DevicePool.cpu(4, 1) as pool, RoundPipe(nn.Sequential(*[Waits() for _ in costs]), devices=pool) as model:
-        for _ in range(3):
+        while len(took_s) < 6 and min(took_s, default=math.inf) > 1.05 * expected_s:
             with trace() as recorded:
                 await model.forward_backward((torch.ones(8),), loss_fn=lambda out, _: out.sum(), run_config=config)
             actions = [r for r in recorded.records if r.action.kind in ("forward", "fused", "recompute", "backward")]
