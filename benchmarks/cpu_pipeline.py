@@ -201,6 +201,7 @@ async def threads(sizes: Sizes, dtype: torch.dtype) -> Turns:
             parts = list(zip(tokens.chunk(sizes.microbatches), targets.chunk(sizes.microbatches), strict=True))
             loss = sum(pool.map(work, (model, twin), (parts[::2], parts[1::2])))
             for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                assert mine.grad is not None and theirs.grad is not None
                 mine.grad += theirs.grad
                 theirs.grad = None
             master.step()
@@ -410,8 +411,8 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CONTENDERS), help="comma-separated; the first is the yardstick")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=2, help="iterations in a turn")
-    parser.add_argument("--layers", type=int, default=Sizes.layers)
-    parser.add_argument("--width", type=int, default=Sizes.width)
+    parser.add_argument("--layers", type=int, default=Sizes().layers)
+    parser.add_argument("--width", type=int, default=Sizes().width)
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
