@@ -7,10 +7,10 @@ freed as soon as its backward is done. Nothing here waits or schedules; the engi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from roundpipe_async import recompute, tree
 from roundpipe_async.boundary import Boundary
 from roundpipe_async.buffers import BufferChain, LayerBuffers
 from roundpipe_async.devices.base import Device
+from roundpipe_async.devices.launch import stopwatch
 from roundpipe_async.failures import Failures
 from roundpipe_async.microbatch import check_loss, weighted_loss
 from roundpipe_async.modes import Modes
@@ -367,19 +368,15 @@ class StageWork:
                 if not self.device.shares_host_memory:
                     scope.saved = tree.map_tensors(self.device.from_host, scope.saved)
                 stack.enter_context(recompute.replaying(scope))
-            start_s = time.perf_counter()
+            stop = stopwatch()
             if layer.index == 0:
                 args, kwargs = value
                 output = call.modes.run(self._in_window, replica.module, *args, **kwargs)
             else:
                 output = call.modes.run(self._in_window, replica.module, value)
-            self._time(layer, phase, start_s)
+            stop(partial(call.timer.record, layer.index, phase))
             call.learn(layer, versions != boundary.versions())
         return output, roots
-
-    def _time(self, layer: Layer, phase: TimedPass, start_s: float) -> None:
-        if self.device.torch_device.type == "cpu":  # elsewhere the host only launches
-            self.call.timer.record(layer.index, phase, time.perf_counter() - start_s)
 
     def _enter_randomness(self, stack: ExitStack, layer: Layer, microbatch: int) -> None:
         if self.call.seed is not None:
@@ -405,9 +402,9 @@ class StageWork:
         with ExitStack() as stack:
             stack.enter_context(self._noting("backward", graph.layer, microbatch))
             self._enter_randomness(stack, graph.layer, microbatch)
-            start_s = time.perf_counter()
+            stop = stopwatch()
             call.modes.run(self._in_window, torch.autograd.backward, outputs, seeds)
-            self._time(graph.layer, "backward", start_s)
+            stop(partial(call.timer.record, graph.layer.index, "backward"))
         self._set_tied_aside(graph.layer, microbatch)
         return [None if root is None else root.grad for root in graph.roots]
 

@@ -244,6 +244,36 @@ def test_traced_times_are_the_devices(by_hand: tuple[LateRuntime, AcceleratorDev
     assert record.start_s <= record.end_s
 
 
+def test_a_stopwatch_tells_the_devices_time_when_the_device_has_passed(
+    by_hand: tuple[LateRuntime, AcceleratorDevice],
+) -> None:
+    runtime, device = by_hand
+    told: list[float] = []
+
+    def work(fails: bool) -> None:
+        stop = launch.stopwatch()
+        device.from_host(torch.ones(1))
+        stop(told.append)
+        if fails:
+            raise ValueError
+
+    event = launched(device.upload.submit(lambda: work(False)))
+    failed = device.upload.submit(lambda: work(True))
+    assert not told
+    runtime.land(lane(runtime, "upload"), 4)  # start, copy, stop, end
+    assert event.wait(5)
+    assert len(told) == 1
+    assert told[0] >= 0
+    with runtime.changed:
+        queue = lane(runtime, "upload").queue
+        assert runtime.changed.wait_for(lambda: len(queue) == 4, 5)
+    runtime.land(lane(runtime, "upload"), 4)
+    assert failed.wait(5)
+    assert len(told) == 1
+    launch.stopwatch()(told.append)  # outside an action: at once
+    assert len(told) == 2
+
+
 # ---- parameters in pieces -------------------------------------------------------------------------------------------
 
 

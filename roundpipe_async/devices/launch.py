@@ -198,7 +198,7 @@ class _End:
 class _Launch(Generic[T]):
     """One action: `run` in the launching thread, `settle` in the waiting one."""
 
-    __slots__ = ("_action", "_after", "_end", "_event", "_fn", "_held", "_num_bytes", "_start")
+    __slots__ = ("_action", "_after", "_end", "_event", "_fn", "_held", "_num_bytes", "_start", "_timed")
 
     def __init__(
         self,
@@ -215,6 +215,7 @@ class _Launch(Generic[T]):
         self._action = action
         self._held: list[Any] = []
         self._start: Mark | None = None
+        self._timed: list[tuple[Mark, Mark, Callable[[float], object]]] = []
         self._num_bytes = 0
 
     @property
@@ -225,6 +226,10 @@ class _Launch(Generic[T]):
     def hold(self, value: Any) -> None:
         """Keep `value` until the device has passed this action."""
         self._held.append(value)
+
+    def time(self, start: Mark, stop: Mark, report: Callable[[float], object]) -> None:
+        """Report the seconds between two marks when the device has passed this action."""
+        self._timed.append((start, stop, report))
 
     def run(self) -> None:
         """Launch the action."""
@@ -270,24 +275,32 @@ class _Launch(Generic[T]):
 
     def settle(self, mark: Mark, error: BaseException | None) -> None:
         """Wait for the device, let go of everything, and let the event happen."""
-        end, event, action = self._end, self._event, self._action
+        end, event = self._end, self._event
         assert event is not None
         try:
             mark.synchronize()
-            if self._start is not None and action is not None:
-                start_s, end_s = end.host_time_s(self._start), end.host_time_s(mark)
-                failed = "" if error is None else type(error).__name__
-                record(action, end.owner, end.name, start_s, end_s, self._num_bytes, failed)
+            self._report(mark, error)
         except Exception as caught:
             caught.add_note(f"roundpipe_async: {end.name} failed on the device, after the work was launched")
             error = error or caught
         finally:
             end.ahead.release()
-        self._fn, self._after, self._held, self._event = None, (), [], None
+        self._fn, self._after, self._held, self._timed, self._event = None, (), [], [], None
         if error is None:
             event.pass_by()
         else:
             event.fail(error)
+
+    def _report(self, mark: Mark, error: BaseException | None) -> None:
+        """Tell traces and stopwatches the device's times."""
+        end, action = self._end, self._action
+        if error is None:
+            for start, stop, report in self._timed:
+                report(end.lane.elapsed_s(start, stop))
+        if self._start is not None and action is not None:
+            start_s, end_s = end.host_time_s(self._start), end.host_time_s(mark)
+            failed = "" if error is None else type(error).__name__
+            record(action, end.owner, end.name, start_s, end_s, self._num_bytes, failed)
 
 
 class _Current(threading.local):
@@ -304,6 +317,28 @@ def hold(value: Any) -> bool:
         return False
     launch.hold(value)
     return True
+
+
+def stopwatch() -> Callable[[Callable[[float], object]], None]:
+    """Start timing this thread's work, or on a device what it launches from here on.
+
+    Call what is returned, at the end, with who wants to know the seconds: told at once, or, where a device does the
+    work, when it has done it, and then only if the whole action succeeded.
+    """
+    launch = _current.launch
+    if launch is None:
+        start_s = time.perf_counter()
+
+        def stop_here(report: Callable[[float], object]) -> None:
+            report(time.perf_counter() - start_s)
+
+        return stop_here
+    start = launch.lane.mark(timed=True)
+
+    def stop(report: Callable[[float], object]) -> None:
+        launch.time(start, launch.lane.mark(timed=True), report)
+
+    return stop
 
 
 def launching_lane() -> Lane | None:
