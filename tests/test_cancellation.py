@@ -351,7 +351,7 @@ def test_a_failed_step_is_told_though_the_waiter_was_cancelled_in_that_moment() 
             with Hand() as hand:
                 rig = Rig.build(hand)
 
-                async def act(rig: Rig = rig) -> None:
+                async def act(rig: Rig = rig, is_async: bool = is_async) -> None:
                     handle = await rig.model.step(fails, is_async=is_async)
                     if is_async:
                         await handle

@@ -5,6 +5,7 @@ Backends implement `Device` and `Stream`; everything above this folder is the sa
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ class Line:
 
     def __init__(self, capacity: int) -> None:
         self._free = capacity
+        self._inside: list[Place] = []
         self._waiting: deque[Place] = deque()
         self._lock = threading.Lock()
 
@@ -88,6 +90,9 @@ class Line:
         """Take a place at the end of the line; its `entered` event happens when the place is one of the first."""
         place = Place(self)
         with self._lock:
+            for other in [*self._inside, *self._waiting]:
+                if other.loop is not None and other.loop.is_closed():  # nobody is left to give it back
+                    self._drop(other)
             self._waiting.append(place)
             entering = self._admit()
         for other in entering:
@@ -99,31 +104,37 @@ class Line:
         while self._free and self._waiting:
             self._free -= 1
             place = self._waiting.popleft()
+            self._inside.append(place)
             place.inside = True
             entering.append(place)
         return entering
 
     def _leave(self, place: Place) -> None:
         with self._lock:
-            if place.left:
-                return
-            place.left = True
-            if place.inside:
-                self._free += 1
-            else:
-                self._waiting.remove(place)
+            self._drop(place)
             entering = self._admit()
         for other in entering:
             other.entered.set(None)
+
+    def _drop(self, place: Place) -> None:
+        if place.left:
+            return
+        place.left = True
+        if place.inside:
+            self._inside.remove(place)
+            self._free += 1
+        else:
+            self._waiting.remove(place)
 
 
 class Place:
     """One's place in a `Line`. `leave` at any time, also while still waiting; leaving twice is fine."""
 
-    __slots__ = ("_line", "entered", "inside", "left")
+    __slots__ = ("_line", "entered", "inside", "left", "loop")
 
     def __init__(self, line: Line) -> None:
         self._line = line
+        self.loop = _running_loop()
         self.entered: Event[None] = Event()
         self.inside = False
         self.left = False
@@ -131,3 +142,10 @@ class Place:
     def leave(self) -> None:
         """Give the place to the next in line."""
         self._line._leave(self)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
