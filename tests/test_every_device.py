@@ -258,6 +258,40 @@ async def test_cancelled_calls_are_over_when_they_say_so_and_harm_no_other(pool_
         reference.check_gradients(module)
 
 
+async def test_two_models_and_inference_share_a_pool(pool_kind: PoolKind) -> None:
+    torch.manual_seed(0)
+    modules = [nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5))) for _ in range(2)]
+    data = torch.randn(12, 8)
+    config = RoundPipeRunConfig(num_microbatch=4)
+
+    async def train(model: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(6):
+            await model.forward_backward((data,), label=data, loss_fn=F.mse_loss, run_config=config)
+            await model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+
+    async def infer(model: RoundPipe) -> None:
+        for _ in range(10):
+            with roundpipe_async.no_grad():
+                out = await model(data, roundpipe_run_config=config)
+            assert torch.isfinite(out).all()
+
+    async with pool_kind.make(2, seed=5) as pool:
+        references = [Reference(pool_kind, pool, module) for module in modules]
+        models = [RoundPipe(module, devices=pool) for module in modules]
+        with OptimizerCtx():
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        trained = [train(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+        await asyncio.gather(*trained, infer(models[0]), infer(models[1]))
+        for module, model, reference in zip(modules, models, references, strict=True):
+            theirs = torch.optim.SGD(reference.model.parameters(), lr=0.1)
+            for _ in range(6):
+                reference.train(data, data, F.mse_loss, 4)
+                theirs.step()
+                theirs.zero_grad()
+            reference.check_state(module)
+            await model.aclose()
+
+
 # ---- only with the late device --------------------------------------------------------------------------------------
 
 
