@@ -128,8 +128,7 @@ class BufferChain:
             if tensor is not None:
                 tensor = on_device(tensor)
                 if not constant:
-                    with torch.inference_mode(False):  # a state outlives the call that makes it, whatever its mode
-                        tensor = tensor.clone()
+                    tensor = tensor.clone()
             for module, name in places:
                 replica.of(module)._buffers[name] = tensor
             installed.append(tensor)
@@ -163,7 +162,7 @@ def _version(tensor: torch.Tensor | None) -> int | None:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that any mode may use."""
+    """A state as the next one may start from it: it outlives the call that makes it, whatever the call's mode."""
     if not tensor.is_inference():
         return tensor.detach()
     with torch.inference_mode(False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -199,6 +200,10 @@ KINDS = (
             parametrizations.spectral_norm(parametrizations.weight_norm(linear())),
         ),
     ),
+    Kind(
+        "norms_by_hooks",
+        lambda: nn.Sequential(linear(), nn.utils.spectral_norm(linear()), nn.utils.spectral_norm(linear()), linear()),
+    ),
     Kind("hidden_references", lambda: nn.Sequential(linear(), HiddenReferences(), HiddenReferences(), linear())),
     Kind("containers", lambda: nn.Sequential(Containers(), Containers(), linear())),
     Kind("constant", lambda: nn.Sequential(linear(), nn.Tanh(), Constant(), linear(), linear())),
@@ -265,6 +270,33 @@ async def test_a_checkpoint_with_dropout_inside_a_layer_draws_the_same_again(ree
         config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan_of(plan, 4))
         async with RoundPipe(module, devices=pool, model_run_config=config) as model:
             await model.forward_backward((torch.ones(6, WIDTH),), loss_fn=squares)
+        results.append([parameter.grad for parameter in module.parameters()])
+    for other in results[:-1]:
+        for a, b in zip(other, results[-1], strict=True):
+            assert a is not None and b is not None and torch.equal(a, b)
+
+
+async def test_draws_made_in_backward_are_those_of_the_layer_and_microbatch() -> None:
+    """Stochastic rounding, noisy gradients: a generator's state in backward depends on no order of execution."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x) + torch.rand(WIDTH)
+            if out.requires_grad:
+                out.register_hook(lambda gradient: gradient * torch.rand_like(gradient))
+            return out
+
+    results = []
+    for plan, devices in itertools.product(PLANS, (1, 3)):
+        torch.manual_seed(11)
+        module = nn.Sequential(Noisy(), Noisy(), linear(), Noisy())
+        config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan_of(plan, 4))
+        async with DevicePool.cpu(devices, 1) as pool, RoundPipe(module, devices=pool) as model:
+            await model.forward_backward((torch.ones(6, WIDTH),), loss_fn=squares, run_config=config)
         results.append([parameter.grad for parameter in module.parameters()])
     for other in results[:-1]:
         for a, b in zip(other, results[-1], strict=True):
@@ -361,6 +393,33 @@ async def test_a_post_accumulate_hook_runs_with_the_gradient_so_far(plan: str, p
             data = torch.randn(6, WIDTH)
             await model.forward_backward((data,), loss_fn=squares)
             plain_forward_backward(reference, data, None, squares, 3)
+            assert_same_gradients(module, reference)
+
+
+async def test_outputs_changed_in_place_before_backward_spoil_no_recompute(pool: DevicePool) -> None:
+    """In plain PyTorch autograd refuses; here the user owns what the call gave, also where it is a layer's input."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(WIDTH))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x * x * self.weight
+
+    torch.manual_seed(12)
+    module = nn.Sequential(linear(), nn.Tanh(), Beside())
+    reference = twin(module)
+    whole = ModelExecutePlan([range(2), range(2, 3)], [range(2, 3), range(2)])
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=whole)
+    async with RoundPipe(module, devices=pool, model_run_config=config) as model:
+        for _ in range(2):
+            data = torch.randn(4, WIDTH)
+            first, second = await model(data)
+            with torch.no_grad():
+                first.zero_()
+            await model.backward(second.sum())
+            reference(data)[1].sum().backward()
             assert_same_gradients(module, reference)
 
 

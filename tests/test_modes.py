@@ -289,6 +289,33 @@ async def test_c10_buffers_that_an_evaluation_changed_can_be_trained_with(mode: 
         assert not any(buffer.is_inference() for buffer in module.buffers())
 
 
+async def test_c10_a_buffer_made_in_inference_mode_can_be_trained_with(pool: DevicePool) -> None:
+    class Calibrates(nn.Module):
+        scale: Tensor | None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("scale", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.scale is None:
+                self.scale = x.abs().mean(0)
+            out: Tensor = self.linear(x) * self.scale
+            return out
+
+    module = nn.Sequential(Calibrates(), Calibrates())
+    async with RoundPipe(module, devices=pool) as model:
+        data = torch.randn(6, WIDTH)
+        with torch.inference_mode():
+            await model(data)
+        assert module[0].scale is not None and torch.equal(module[0].scale, data[:2].abs().mean(0))
+        reference = twin(module)
+        loss = await model.forward_backward((data,), loss_fn=squares)
+        assert torch.equal(loss, plain_forward_backward(reference, data, None, squares, 3))
+        assert_same_gradients(module, reference)
+
+
 async def test_c10_inference_outputs_as_training_inputs(pool: DevicePool) -> None:
     """Features made in inference mode can be trained on: the engine copies what autograd could not save."""
     module = noting(nullcontext, nullcontext)
