@@ -516,6 +516,27 @@ def test_actions_set_device_and_stream_and_wait_in_their_own_threads(monkeypatch
     device.close()
 
 
+def test_a_device_type_without_streams_of_its_own_works_in_the_one_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = FakeTorch(monkeypatch)
+    only = torch.Stream(torch.device("mps", 0))
+
+    def none(device: torch.device, priority: int = 0) -> None:
+        raise RuntimeError("Backend doesn't support create a new Stream.")
+
+    monkeypatch.setattr(torch, "Stream", none)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: only)
+    device = AcceleratorDevice(0, TorchRuntime("mps"))
+    with caplog.at_level(logging.WARNING, "roundpipe_async"):
+        first = device.upload.submit(lambda: 1)
+        second = device.compute.submit(lambda: first.value + 1, after=(first,))
+        assert second.wait(5)
+    assert caplog.text.count("mps makes no streams") == 1
+    assert [call[1] for call in fake.calls if call[0] == "record"] == [0, 0]
+    device.close()
+
+
 def test_nothing_is_probed_before_it_is_needed_and_an_absent_accelerator_is_an_error_that_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -263,9 +263,9 @@ class TorchLane:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """As `Lane.entered`: the thread's device and stream are those of the lane, whatever was current before."""
+        torch.accelerator.set_device_index(self._index)
         if self._stream is None:
             self._stream = self._runtime.new_stream(self._index, self._priority)
-        torch.accelerator.set_device_index(self._index)
         torch.accelerator.set_stream(self._stream)
         yield  # the thread belongs to the lane: nothing else runs in it, so nothing is put back
 
@@ -304,8 +304,12 @@ class TorchRuntime:
         return TorchLane(self, index, priority=-1 if name in ("upload", "download") else 0)
 
     def new_stream(self, index: int, priority: int) -> Any:
-        """A stream; negative priorities go first."""
-        return torch.Stream(self.device(index), priority=priority)
+        """A stream; negative priorities go first. A device type that has one stream only works in that, in order."""
+        try:
+            return torch.Stream(self.device(index), priority=priority)
+        except (NotImplementedError, RuntimeError) as error:
+            self._log(f"{self.kind} makes no streams, so transfers do not overlap with computing: {error}")
+            return torch.accelerator.current_stream(self.device(index))
 
     def new_event(self, index: int, timed: bool) -> Any:
         """An event to record once."""
