@@ -29,7 +29,7 @@ class Boundary:
     def of_leaves(cls, leaves: list[Any], structure: tree.Structure) -> Boundary:
         """`cut` for a value that is flattened already."""
         needs = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        return cls([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, needs)
+        return cls([_cut(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, needs)
 
     def enter(self) -> tuple[Any, list[torch.Tensor | None]]:
         """The value to call a layer with, and the leaves that will hold the gradients of its tensors."""
@@ -65,6 +65,13 @@ class Boundary:
     def value(self) -> Any:
         """The value itself, without a graph."""
         return self.structure.unflatten(self.leaves)
+
+
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph. A copy where it is a parameter or a view of one: torch would not let the layers to
+    come change that in place, and once it is cut nothing would keep them from it."""
+    root = tensor._base if tensor._is_view() else tensor
+    return tensor.detach().clone() if root is not None and root.is_leaf and root.requires_grad else tensor.detach()
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -423,6 +423,41 @@ async def test_outputs_changed_in_place_before_backward_spoil_no_recompute(pool:
             assert_same_gradients(module, reference)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("view", [False, True])
+async def test_a_layer_that_gives_its_parameter_is_safe_from_layers_that_work_in_place(
+    view: bool, plan: str, pool: DevicePool
+) -> None:
+    """Plain PyTorch refuses to change a leaf in place; cut from its graph it is none, and must not be reached."""
+
+    class Gives(nn.Module):
+        copies = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(2, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = self.weight[1:] if view else self.weight
+            return given.clone() if self.copies else given
+
+    torch.manual_seed(13)
+    module = nn.Sequential(linear(), Gives(), AddInPlace(), linear(), linear())
+    reference = twin(module)
+    reference[1].copies = True
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan_of(plan, len(module)))
+    async with RoundPipe(module, devices=pool, model_run_config=config) as model:
+        for _ in range(2):
+            data = torch.randn(4, WIDTH)
+            loss = await model.forward_backward((data,), loss_fn=squares)
+            assert torch.equal(loss, plain_forward_backward(reference, data, None, squares, 2))
+            assert_same_gradients(module, reference)
+            assert_same_state(module, reference)
+        with torch.no_grad():
+            await model(data, roundpipe_run_config=RoundPipeRunConfig(execute_plan=ModelExecutePlan([range(5)], [])))
+        assert_same_state(module, reference)
+
+
 async def test_buffers_that_two_layers_share_and_change_are_refused(pool: DevicePool) -> None:
     """Plain PyTorch goes through both layers with one microbatch before the next: stages cannot. Constants are fine."""
     torch.manual_seed(10)
