@@ -43,6 +43,8 @@ class RoundPipe:
     An `nn.Sequential`'s children are the layers, any other module is one layer. The first layer is called with the
     call's arguments, each later one with what the one before returned (any pytree). Parameters stay on the host; a
     layer runs as a shallow replica that holds copies or aliases of them, so what `forward` stores on `self` is lost.
+    Hooks of layers, of modules in them and of parameters run (module hooks in recompute, too); hooks of the Sequential
+    itself cannot, and are refused.
 
     Unknown attributes read, write and delete through to the wrapped module (or to `set_original_model`'s).
 
@@ -134,6 +136,7 @@ class RoundPipe:
 
         def begin() -> Begun[Any]:
             self._check_open()
+            self._check_hooks()
             if not isinstance(input_args, tuple):
                 raise TypeError(f"input_args must be a tuple of positional arguments, not {type(input_args).__name__}")
             if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
@@ -159,6 +162,7 @@ class RoundPipe:
 
         def begin() -> Begun[Any]:
             self._check_open()
+            self._check_hooks()
             config = self._config.merged(roundpipe_run_config)
             request = Request(args, kwargs, None, config)
             execution = self._runner.admit(config)
@@ -271,6 +275,16 @@ class RoundPipe:
         if self._closed:
             raise ClosedError(f"model {self._name!r} is closed; wrap the module again to go on")
         self._pool.check_open()
+
+    def _check_hooks(self) -> None:
+        model = self._model
+        if self._store.layers[0].module is not model and any(
+            (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+        ):
+            raise RuntimeError(
+                f"hooks are registered on the {type(model).__name__} itself, which is never called as a whole: they "
+                "would not run. Register them on its layers (model[0], model[-1])"
+            )
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 

@@ -353,6 +353,26 @@ async def test_hooks_of_modules_and_parameters_do_what_they_do_in_plain_pytorch(
             assert_same_gradients(module, reference)
 
 
+async def test_hooks_that_could_not_run_are_refused(pool: DevicePool) -> None:
+    """Those of the Sequential itself, which nobody calls; a module that is one layer has hooks like any layer."""
+    module, calls = nn.Sequential(linear(), linear()), []
+    one = nn.LSTM(WIDTH, WIDTH)
+    one.register_forward_hook(lambda *_: calls.append("called"))
+    async with RoundPipe(module, devices=pool) as model, RoundPipe(one, devices=pool) as second:
+        data = torch.randn(2, WIDTH)
+        await model(data)
+        handle = model.register_forward_hook(lambda *_: None)
+        with pytest.raises(RuntimeError, match="hooks are registered on the Sequential itself"):
+            await model(data)
+        with pytest.raises(RuntimeError, match="Register them on its layers"):
+            await model.forward_backward((data,), loss_fn=squares)
+        handle.remove()
+        await model.forward_backward((data,), loss_fn=squares)
+        with torch.no_grad():
+            await second(data, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
+        assert calls == ["called"]
+
+
 def _halve(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)
