@@ -1,4 +1,4 @@
-"""B02, D12: who reads which parameters and adds to which gradients, exactly; one test at least for each rule of `store`.
+"""B02, D12: who reads which parameters and adds to which gradients, exactly; at least one test for each rule of `store`.
 
 Every layer holds one scalar that starts at 0 and gets the gradient x; SGD with learning rate 1 steps it. So what a
 call read is seen in its loss, and layers of two versions in one call would be seen at once.
@@ -76,7 +76,7 @@ class Lab:
     def step_fn(self, wait: Callable[[], Any] = lambda: None) -> None:
         wait()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        gradients = {0.0 if p.grad is None else float(p.grad) for p in parameters}
+        gradients = {0.0 if p.grad is None else float(p.grad.detach()) for p in parameters}
         assert len(gradients) == 1, f"layers got different gradients: {gradients}"
         self.took.append(gradients.pop())
         self.optimizer.step()
@@ -86,7 +86,7 @@ class Lab:
         return self.model.step(self.step_fn, is_async, **options)
 
     def weights(self) -> list[float]:
-        return [float(p) for p in self.module.parameters()]
+        return [float(p.detach()) for p in self.module.parameters()]
 
 
 class Contract:
