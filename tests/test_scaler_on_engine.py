@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe_async import DevicePool, GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, prefetch
+from roundpipe_async import DevicePool, GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, optim, prefetch
 from roundpipe_async.grad_scaler import SkippedStepsError
 from tests.support.late_device import LateRuntime, late_pool
 from tests.support.plain import twin
@@ -805,6 +805,41 @@ async def test_accumulated_calls_keep_one_scale_though_an_update_lands_between_t
         squares(reference(part)).backward()
     for mine, parameter in zip(seen, reference.parameters(), strict=True):
         torch.testing.assert_close(mine, parameter.grad)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "ours": lambda parameters: optim.Adam(parameters, lr=1e-2),
+    "ours decayed": lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "fused momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("when", ["at the first step", "later"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+async def test_a_skip_leaves_parameters_state_and_counters_bit_for_bit(kind: str, when: str, pool: DevicePool) -> None:
+    trainer = Trainer(pool, GradScaler(init_scale=64.0))
+    trainer.optimizer = OPTIMIZERS[kind](trainer.model.optim_parameters())
+    async with trainer.model:
+        if when == "later":
+            for _ in range(2):
+                await trainer.backward(batch())
+                await trainer.step()
+                await trainer.scaler.update(is_async=False)
+        before, state = trainer.copies(), copy.deepcopy(trainer.optimizer.state_dict())
+        module = {name: value.clone() for name, value in trainer.module.state_dict().items()}
+        await trainer.backward(batch(), lambda out: squares(Spoils.apply(out, INF)))
+        await trainer.step()
+        assert (await trainer.scaler.update(is_async=False)).skipped
+        assert same(before, trainer.copies()) and same(state, trainer.optimizer.state_dict())
+        assert same(module, dict(trainer.module.state_dict()))
+        await trainer.backward(batch())
+        await trainer.step()
+        assert not (await trainer.scaler.update(is_async=False)).skipped
+        assert not same(before, trainer.copies())
 
 
 async def test_clipping_works_on_unscaled_gradients(pool: DevicePool) -> None:
