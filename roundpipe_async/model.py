@@ -43,8 +43,8 @@ class RoundPipe:
     An `nn.Sequential`'s children are the layers, any other module is one layer. The first layer is called with the
     call's arguments, each later one with what the one before returned (any pytree). Parameters stay on the host; a
     layer runs as a shallow replica that holds copies or aliases of them, so what `forward` stores on `self` is lost.
-    Hooks of layers, of modules in them and of parameters run (module hooks in recompute, too); hooks of the Sequential
-    itself cannot, and are refused.
+    Hooks of layers, of modules in them and of parameters run: once for each microbatch, and a forward hook again in
+    recompute. Hooks of the Sequential itself cannot run, and are refused.
 
     Unknown attributes read, write and delete through to the wrapped module (or to `set_original_model`'s).
 
