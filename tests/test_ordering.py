@@ -1,4 +1,4 @@
-"""B02, D12: who reads which parameters and adds to which gradients, exactly; at least one test for each rule of `store`.
+"""B02, D12: who reads which parameters and adds to which gradients, exactly; a test for each rule of `store`.
 
 Every layer holds one scalar that starts at 0 and gets the gradient x; SGD with learning rate 1 steps it. So what a
 call read is seen in its loss, and layers of two versions in one call would be seen at once.
@@ -335,7 +335,7 @@ def test_rule_2_calls_that_train_start_in_order_of_admission() -> None:
         assert order == [] and not second.done()
         hand.held.clear()
         for task in (first, second, stepping):
-            hand.finish(task, threads=True)
+            hand.finish(task, threads=True)  # the walk behind the first one's input has a thread of its own
         hand.settle()
         assert order == ["first", "second"]
 

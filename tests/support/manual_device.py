@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -67,6 +68,17 @@ class ManualDevice(CpuDevice):
         self.download: Stream = ManualStream(f"{self.name}/download") if own_memory else self.compute
 
 
+class _SteppedLoop(asyncio.SelectorEventLoop):
+    """A loop that pauses between its turns, which other threads do not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner = threading.get_ident()
+
+    def is_running(self) -> bool:
+        return super().is_running() or threading.get_ident() != self._owner
+
+
 class Hand:
     """A pool of manual devices, and the event loop that is stepped beside it."""
 
@@ -89,7 +101,7 @@ class Hand:
         """Turns of the loop so far."""
         self.on_turn: Callable[[int], None] = lambda turn: None
         """Called before each turn of the loop with its number."""
-        self.loop = asyncio.SelectorEventLoop()
+        self.loop = _SteppedLoop()
 
     def turn(self) -> None:
         """One turn of the event loop: everything that is ready now, nothing that becomes ready by it."""
