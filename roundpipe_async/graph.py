@@ -74,6 +74,7 @@ class Graph:
         self._held = True
         self.schedule = schedule
         self.kept = dict(kept)
+        self._seen = self._versions()
         self.leaves = [len(boundary.leaves) for boundary in boundaries]
         self.keys = [
             (m, i) for m, boundary in enumerate(boundaries) for i, need in enumerate(boundary.needs_grad) if need
@@ -109,6 +110,18 @@ class Graph:
         work = self._walk(self, of_outputs, walk)
         of_inputs = asyncio.run_coroutine_threadsafe(work, self._loop).result()
         return [of_inputs[m][i] for m, i in self.input_keys]
+
+    def _versions(self) -> dict[tuple[int, int], list[int | None]]:
+        return {key: event.value.kept[key[0]].versions() for key, event in self.kept.items() if event.done()}
+
+    def check_unchanged(self) -> None:
+        """Raise if the user changed in place what backward starts from, which may be the user's own input tensors."""
+        now = self._versions()
+        if any(now.get(key) != versions for key, versions in self._seen.items()):
+            raise RuntimeError(
+                "an input of the forward call was changed in place since, and recompute would start from the changed "
+                "values: walk backward before you reuse the tensor, or call the model with a clone"
+            )
 
     def release(self) -> None:
         """Let the version of the parameters go. Any thread; twice is fine."""

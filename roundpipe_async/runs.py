@@ -222,6 +222,7 @@ class Runner:
             self.store.settle(ticket)
 
     async def _run_graph(self, graph: Graph, gradients: list[Gradients], walk: Walk) -> list[Gradients]:
+        graph.check_unchanged()
         execution = Execution(self.pool, self.store, walk.ticket, graph.work)
         walk.add(execution)
         async with _AllOrNothing(execution, settles=False):

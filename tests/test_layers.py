@@ -443,6 +443,34 @@ async def test_outputs_changed_in_place_before_backward_spoil_no_recompute(pool:
             assert_same_gradients(module, reference)
 
 
+async def test_inputs_changed_in_place_before_backward_are_told(pool: DevicePool) -> None:
+    """As in plain PyTorch: a loader that refills one tensor must not turn into wrong gradients."""
+
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    torch.manual_seed(14)
+    module = nn.Sequential(Square(), linear(), Square(), linear())
+    reference = twin(module)
+    async with RoundPipe(module, devices=pool, model_run_config=RoundPipeRunConfig(num_microbatch=2)) as model:
+        data, mine = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+        for _ in range(2):
+            out = await model(data)
+            data.normal_()
+            with pytest.raises(RuntimeError, match="input of the forward call was changed in place"):
+                await model.backward(out.sum())
+            out = await model(mine)
+            await model.backward(out.sum())
+            mine.normal_()  # afterwards it is free
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        module.zero_grad()
+        await model.backward((await model(data)).sum())
+        for part in data.tensor_split(2):
+            reference(part).sum().backward()
+        assert_same_gradients(module, reference)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("view", [False, True])
 async def test_a_layer_that_gives_its_parameter_is_safe_from_layers_that_work_in_place(
