@@ -72,8 +72,8 @@ class _SteppedLoop(asyncio.SelectorEventLoop):
     """A loop that pauses between its turns, which other threads do not see."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._owner = threading.get_ident()
+        super().__init__()
 
     def is_running(self) -> bool:
         return super().is_running() or threading.get_ident() != self._owner
