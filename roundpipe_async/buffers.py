@@ -41,6 +41,8 @@ class LayerBuffers:
         self.constant = [False] * len(self.places)
         self._committed: State = [None] * len(self.places)
         self._seen: list[tuple[int, int] | None] = [None] * len(self.places)
+        self._lent = [False] * len(self.places)
+        """Whether a chain may have started from the module's own buffer, whose memory has to stay as it is then."""
 
     def live(self, index: int) -> torch.Tensor | None:
         """The module's own buffer."""
@@ -53,7 +55,8 @@ class LayerBuffers:
         for index in range(len(self.places)):
             live = self.live(index)
             unchanged = live is not None and self._seen[index] == (id(live), live._version)
-            state.append(self._committed[index] if unchanged else live)
+            self._lent[index] |= not unchanged
+            state.append(self._committed[index] if unchanged else None if live is None else live.detach())
         return BufferChain(self, state)
 
     def commit(self, chain: BufferChain) -> None:
@@ -62,7 +65,8 @@ class LayerBuffers:
             if new is old:
                 continue  # never changed
             live = self.live(index)
-            if live is not None and new is not None and _overwrite(live, new):
+            if live is not None and new is not None and _overwrite(live, new, self._lent[index]):
+                self._lent[index] = False
                 self._committed[index] = new if new.device == live.device else live.clone()
                 self._seen[index] = (id(live), live._version)
             else:
@@ -71,13 +75,20 @@ class LayerBuffers:
                     module._buffers[name] = home
 
 
-def _overwrite(live: torch.Tensor, new: torch.Tensor) -> bool:
-    """Write `new` into the module's own tensor; False where that cannot be done, and nothing was."""
+def _overwrite(live: torch.Tensor, new: torch.Tensor, elsewhere: bool) -> bool:
+    """Write `new` into the module's own tensor, which gets other memory if `elsewhere`: a call that changes no buffers
+    runs beside others, and the state that it reads must not change under it.
+
+    False where that cannot be done, and nothing was.
+    """
     if live.shape != new.shape or live.dtype != new.dtype:
         return False
     try:
         with torch.no_grad():
-            live.copy_(new)
+            if elsewhere:
+                live.data = torch.empty_like(live).copy_(new)
+            else:
+                live.copy_(new)
     except RuntimeError:  # expanded memory, an inference tensor: the module gets the new one
         return False
     return True

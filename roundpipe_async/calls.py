@@ -45,6 +45,8 @@ class Begun(Generic[T]):
     finish: Callable[[T], T] = _same
     """Makes the outcome of what `work` gave, in whoever awaits it, with nothing in between: so an exception that is
     raised once is raised to somebody. Not called where the waiter was cancelled."""
+    lose: Callable[[], None] = _nothing
+    """Called instead of `finish` where nobody waits for the outcome any more."""
 
 
 class _Raised:
@@ -72,6 +74,7 @@ class _Call(Coroutine[Any, Any, T]):
         self._begin: Callable[[], Begun[T]] | None = begin
         self._task: asyncio.Task[T | _Raised] | None = None
         self._finish: Callable[[T], T] = _same
+        self._lose: Callable[[], None] = _nothing
         self._error: BaseException | None = None
         self._cancelled: asyncio.CancelledError | None = None
         try:
@@ -91,7 +94,7 @@ class _Call(Coroutine[Any, Any, T]):
         begin, self._begin = self._begin, None
         assert begin is not None
         begun = begin()
-        self._finish = begun.finish
+        self._finish, self._lose = begun.finish, begun.lose
         self._task = background(_contained(begun.work), self.__name__, lambda: _undo(begun))
 
     async def _outcome(self) -> T:
@@ -123,10 +126,12 @@ class _Call(Coroutine[Any, Any, T]):
             result = task.result()
             if isinstance(result, _Raised):
                 raise result.error
+            self._lose = _nothing
             return self._finish(result)
         finally:
             error = cancelled = None  # no cycle of exception, traceback and frame
             self._task, self._finish = None, _same
+            self._drop()
 
     # ---- as Python's own coroutines -------------------------------------------------------------------------------
 
@@ -150,6 +155,14 @@ class _Call(Coroutine[Any, Any, T]):
     def close(self) -> None:
         """As a coroutine's. What the call began goes on."""
         self._coroutine.close()
+        self._drop()
+
+    def __del__(self) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        lose, self._lose = self._lose, _nothing
+        lose()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("cr_"):  # what asyncio's and anyio's look into

@@ -217,7 +217,12 @@ class RoundPipe:
             handle = store.admit_step(step_fn, args, kwargs, copy_context(), is_async)
             if is_async:
                 return Begun(_wait_for(()), finish=lambda _: handle)
-            return Begun(_wait_for([handle.event.settled()]), finish=lambda _: handle.result())
+            handle.waited = True
+
+            def lose() -> None:
+                handle.waited = False
+
+            return Begun(_wait_for([handle.event.settled()]), finish=lambda _: handle.result(), lose=lose)
 
         return call(begin, "step")
 

@@ -358,8 +358,9 @@ class Runner:
         def commit() -> Mapping[int, torch.Tensor]:
             total = work.modes.run(fold, [*results, *execution.more], base, store.parameters.slots)
             refuse_shared(work.chains or {})
-            for chain in changed:
-                chain.buffers.commit(chain)
+            with store.buffers_lock:
+                for chain in changed:
+                    chain.buffers.commit(chain)
             return total
 
         total = await _unbroken(self.pool.host.submit(commit, action=execution.action("commit")))

@@ -295,7 +295,7 @@ class Ledger:
         with self._lock:
             published = self._publish_through(barrier.target)
             for step in barrier.steps:
-                if (error := step.claim_error()) is not None:
+                if step.unseen and (error := step.claim_error()) is not None:
                     self._forget_failures()
                     raise error
             if published:

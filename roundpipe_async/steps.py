@@ -71,6 +71,8 @@ class StepHandle:
         self.window = window
         self.scheduled_at = tick()
         self.event: Event[Any] = Event()
+        self.waited = False
+        """Whether `step(is_async=False)` waits for this step: then its error is raised there and nowhere else."""
         self._delivered = False
         self._lock = threading.Lock()
 
@@ -85,8 +87,8 @@ class StepHandle:
 
     @property
     def unseen(self) -> bool:
-        """Whether the step failed, and nobody was told yet."""
-        return not self._delivered and self.event.error is not None
+        """Whether the step failed, and nobody was told yet nor waits to be."""
+        return not self._delivered and not self.waited and self.event.error is not None
 
     def claim_error(self) -> BaseException | None:
         """The exception of a failed step, for the first who asks; None afterwards, or where there is none."""
@@ -159,5 +161,5 @@ def steps_in_flight() -> tuple[StepHandle, ...]:
     In order of scheduling.
     """
     with _registry_lock:
-        unseen = [handle for handle in _failed if not handle.delivered]
+        unseen = [handle for handle in _failed if handle.unseen]
         return tuple(sorted([*_in_flight, *unseen], key=lambda handle: handle.scheduled_at))

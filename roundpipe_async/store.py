@@ -123,6 +123,7 @@ class Store:
         self._steps: deque[StepHandle] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
+        self.buffers_lock = threading.Lock()
 
     # ---- admission ------------------------------------------------------------------------------------------------
 
@@ -175,7 +176,8 @@ class Store:
 
     def start_chains(self) -> dict[int, BufferChain]:
         """Buffer chains for one call, from what the last settled call left."""
-        return {layer.index: layer.buffers.start() for layer in self.layers if layer.buffers.places}
+        with self.buffers_lock:  # held by a commit while it copies: a call sees the buffers of all layers or of none
+            return {layer.index: layer.buffers.start() for layer in self.layers if layer.buffers.places}
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
@@ -331,11 +333,9 @@ class Store:
 
     def failed_step(self) -> StepHandle | None:
         """The first background step that failed and whose exception nobody has seen yet."""
-        while self._steps and self._steps[0].done():
-            if self._steps[0].unseen:
-                return self._steps[0]
+        while self._steps and self._steps[0].done() and not self._steps[0].unseen and not self._steps[0].waited:
             self._steps.popleft()
-        return None
+        return next((handle for handle in self._steps if handle.done() and handle.unseen), None)
 
 
 def fold(

@@ -332,6 +332,7 @@ def test_rule_2_calls_that_train_start_in_order_of_admission() -> None:
         x = torch.tensor([2.0])
         second = hand.start(_wait(lambda: lab.model.forward_backward((x,), loss_fn=loss_fn("second"))))
         hand.settle()
+        assert 2.0 not in lab.reads, "not even its first layer may run"
         assert order == [] and not second.done()
         hand.held.clear()
         for task in (first, second, stepping):
