@@ -213,15 +213,11 @@ class RoundPipe:
             store.bind_loop(self._name)
             failed = store.failed_step()
             if failed is not None:
-                return Begun(_wait_for(()), finish=lambda _: failed.result())
+                return Begun(_wait_for(()), finish=lambda _: failed.result(), lose=failed.reserve())
             handle = store.admit_step(step_fn, args, kwargs, copy_context(), is_async)
             if is_async:
                 return Begun(_wait_for(()), finish=lambda _: handle)
-            handle.waited = True
-
-            def lose() -> None:
-                handle.waited = False
-
+            lose = handle.reserve()
             return Begun(_wait_for([handle.event.settled()]), finish=lambda _: handle.result(), lose=lose)
 
         return call(begin, "step")

@@ -72,7 +72,7 @@ class StepHandle:
         self.scheduled_at = tick()
         self.event: Event[Any] = Event()
         self.waited = False
-        """Whether `step(is_async=False)` waits for this step: then its error is raised there and nowhere else."""
+        """Whether somebody is to raise this step's error, and nobody else may."""
         self._delivered = False
         self._lock = threading.Lock()
 
@@ -84,6 +84,15 @@ class StepHandle:
     def delivered(self) -> bool:
         """Whether the step failed and its exception was raised to somebody."""
         return self._delivered
+
+    def reserve(self) -> Callable[[], None]:
+        """Keep the error for the caller, who will ask for `result`, or else calls what this gives."""
+        self.waited = True
+
+        def lose() -> None:
+            self.waited = False
+
+        return lose
 
     @property
     def unseen(self) -> bool:

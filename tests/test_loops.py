@@ -63,7 +63,7 @@ class Gate(nn.Module):
         return self.linear(x)
 
     async def entered(self) -> None:
-        while not self.events[0].is_set():
+        while not self.events[0].is_set():  # noqa: ASYNC110 - a thread sets it
             await asyncio.sleep(0.001)
 
 
@@ -441,14 +441,17 @@ ENDS: dict[str, tuple[str, int, list[str]]] = {
         0, [],
     ),
     "a long step in flight": (
-        "async def main():\n    await train()\n    await model.step(lambda: time.sleep(30))\nasyncio.run(main())", 0, [],
-    ),
-    "steps queued behind it": (
-        "async def main():\n    await train()\n    for _ in range(50):\n        await model.step(lambda: time.sleep(0.2))\n"
-        "asyncio.run(main())",
+        "async def main():\n    await train()\n    await model.step(lambda: time.sleep(30))\nasyncio.run(main())",
         0, [],
     ),
-    "an exception": ("async def main():\n    await train()\n    raise KeyError('mine')\nasyncio.run(main())", 1, ["KeyError"]),
+    "steps queued behind it": (
+        "async def main():\n    await train()\n"
+        "    for _ in range(50):\n        await model.step(lambda: time.sleep(0.2))\nasyncio.run(main())",
+        0, [],
+    ),
+    "an exception": (
+        "async def main():\n    await train()\n    raise KeyError('mine')\nasyncio.run(main())", 1, ["KeyError"],
+    ),
     "an exception with calls in flight": (
         "async def main():\n    task = asyncio.ensure_future(train())\n    await asyncio.sleep(0.02)\n"
         "    raise KeyError('mine')\nasyncio.run(main())",
@@ -525,7 +528,7 @@ def _load() -> float:
 
 
 async def test_d05_the_loop_is_not_held_up() -> None:
-    """A coroutine that wakes every 10 ms, beside training, big steps, state_dict, the constructor and the first call."""
+    """A coroutine that wakes every 10 ms beside training, big steps, state_dict, the constructor, the first call."""
     gaps: list[float] = []
 
     async def heart() -> None:

@@ -258,7 +258,7 @@ def test_an_evaluation_beside_training_neither_reverts_the_buffers_nor_sees_them
 @pytest.mark.parametrize("chunk", range(4))
 def test_soak_by_hand(chunk: int) -> None:
     """Forty programs, the devices' work and the cancellations in any order."""
-    for seed in range(chunk * 10, chunk * 10 + 10):
+    for seed in [*range(chunk * 10, chunk * 10 + 10), *([851] if chunk == 0 else [])]:  # 851: a step's error told twice
         chance = random.Random(seed)
         with Hand(2, own_memory=chance.random() < 0.5, seed=seed) as hand:
             soak = Soak(hand.pool, chance)
