@@ -101,7 +101,7 @@ def test_d01_two_loops_at_once_are_told() -> None:
     began = threading.Event()
 
     async def first() -> None:
-        call = iteration(model)
+        call = model.forward_backward((X,), loss_fn=total)  # begun with this
         began.set()
         await call
 
@@ -234,7 +234,7 @@ async def test_d06_two_engines_at_once_and_one_closes() -> None:
         one, two = RoundPipe(build(), devices=pool), RoundPipe(build(), devices=pool)
         async with DevicePool.cpu(1, 1) as other_pool, RoundPipe(build(), devices=other_pool) as three:
             losses = await asyncio.gather(*(iteration(model) for model in (one, two, three) for _ in range(3)))
-            assert all(torch.equal(loss, losses[0]) for loss in losses)
+            assert all(torch.allclose(loss, losses[0]) for loss in losses)
         await one.aclose()
         await iteration(two)
         await two.aclose()
