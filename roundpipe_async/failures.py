@@ -84,7 +84,9 @@ def _let_go(error: BaseException) -> None:
     """After out-of-memory a handler that tries again needs the room: the traceback, which keeps alive whatever the
     failed functions had in hand, becomes text."""
     seen: BaseException | None = error
-    while seen is not None:
+    done: set[int] = set()
+    while seen is not None and id(seen) not in done:  # user code may have made a ring of contexts
+        done.add(id(seen))
         if seen.__traceback__ is not None:
             where = "".join(traceback.format_tb(seen.__traceback__)).rstrip()
             seen.add_note(f"{OURS}its traceback, kept as text so that it keeps no memory:\n{where}")
