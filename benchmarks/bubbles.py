@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from roundpipe_async.baselines import Baseline, baseline, paper_round_robin
-from roundpipe_async.schedule import Schedule
-from roundpipe_async.search import Objective, search
-from roundpipe_async.simulate import Timeline, simulate, simulate_steady
+from roundpipe_async.scheduling.baselines import Baseline, baseline, paper_round_robin
+from roundpipe_async.scheduling.schedule import Schedule
+from roundpipe_async.scheduling.search import Objective, search
+from roundpipe_async.scheduling.simulate import Timeline, simulate, simulate_steady
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.support.published import NUM_DEVICES, NUM_MICROBATCH, WORKLOADS, Workload

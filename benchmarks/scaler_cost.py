@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_async.grad_scaler import GradScaler
+from roundpipe_async.scaling.grad_scaler import GradScaler
 from roundpipe_async.steps import StepHandle, StepScope, Window, current_step, current_window, register
 
 ITERATIONS, ROUNDS = 1000, 15

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_async import DevicePool, RoundPipe, RoundPipeRunConfig, trace
-from roundpipe_async.trace import Action, begin, copied_bytes, record
+from roundpipe_async.tracing.trace import Action, begin, copied_bytes, record
 
 
 def hook_ns(traced: bool, calls: int = 1000, rounds: int = 200) -> float:

@@ -17,14 +17,14 @@ from roundpipe_async.errors import (
     StepError,
     WrongLoopError,
 )
-from roundpipe_async.grad_scaler import GradScaler
 from roundpipe_async.model import RoundPipe
 from roundpipe_async.modes import no_grad
 from roundpipe_async.optimizer import OptimizerCtx
-from roundpipe_async.plan import ModelExecutePlan
 from roundpipe_async.recompute import doing_recompute, get_recompute_data, save_for_recompute
-from roundpipe_async.scale_state import SkippedStepsError
-from roundpipe_async.trace import trace
+from roundpipe_async.scaling.grad_scaler import GradScaler
+from roundpipe_async.scaling.state import SkippedStepsError
+from roundpipe_async.scheduling.plan import ModelExecutePlan
+from roundpipe_async.tracing.trace import trace
 from roundpipe_async.wrap import wrap_model_to_roundpipe
 
 __all__ = [

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 
-from roundpipe_async.baselines import Baseline, baseline, even_stages
-from roundpipe_async.gantt import gantt
-from roundpipe_async.plan import balanced_plan
-from roundpipe_async.schedule import Schedule, round_robin
-from roundpipe_async.search import search
-from roundpipe_async.simulate import Links, Timeline, simulate, simulate_steady
-from roundpipe_async.workloads import MEASURED, Workload, load_costs
+from roundpipe_async.scheduling.baselines import Baseline, baseline, even_stages
+from roundpipe_async.scheduling.gantt import gantt
+from roundpipe_async.scheduling.plan import balanced_plan
+from roundpipe_async.scheduling.schedule import Schedule, round_robin
+from roundpipe_async.scheduling.search import search
+from roundpipe_async.scheduling.simulate import Links, Timeline, simulate, simulate_steady
+from roundpipe_async.scheduling.workloads import MEASURED, Workload, load_costs
 
 BASELINES: tuple[Baseline, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")
 

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from roundpipe_async import tree
 from roundpipe_async.calls import Begun, call
 from roundpipe_async.events import Event
-from roundpipe_async.grad_scaler import GradScaler
 from roundpipe_async.model import RoundPipe
+from roundpipe_async.scaling.grad_scaler import GradScaler
 from roundpipe_async.steps import Window
 from roundpipe_async.store import CallTicket, Store
-from roundpipe_async.trace import Action
+from roundpipe_async.tracing.trace import Action
 
 Snapshot = dict[str, Any]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from roundpipe_async.plan import ModelExecutePlan
-    from roundpipe_async.schedule import Schedule
+    from roundpipe_async.scheduling.plan import ModelExecutePlan
+    from roundpipe_async.scheduling.schedule import Schedule
 
 SplitInput: TypeAlias = (
     "Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[tuple[Any, ...]], list[dict[str, Any]]]] "
@@ -45,7 +45,7 @@ class RoundPipeRunConfig:
     """How many microbatches a batch is cut into, at most. Default: devices + 1."""
     split_input: SplitInput | None = None
     """`(spec of args, spec of kwargs)` or a callable `(args, kwargs, n) -> (list of args, list of kwargs)`; see
-    `roundpipe_async.microbatch`. Default: by rows."""
+    `roundpipe_async.microbatches.split`. Default: by rows."""
     split_label: SplitLabel | None = None
     """A spec or a callable `(label, n) -> list`. Default: by rows."""
     merge_output: MergeOutput | None = None

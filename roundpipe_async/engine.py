@@ -26,10 +26,10 @@ from roundpipe_async.devices.base import Device, Place, Stream
 from roundpipe_async.devices.pool import DevicePool
 from roundpipe_async.events import Event
 from roundpipe_async.failures import place_of
-from roundpipe_async.schedule import Schedule, StageRun
+from roundpipe_async.scheduling.schedule import Schedule, StageRun
 from roundpipe_async.stage import Abandoned, CallWork, Fused, Gradients, Passed, StageWork, move
 from roundpipe_async.store import CallTicket, RunGradients, Store
-from roundpipe_async.trace import Action
+from roundpipe_async.tracing.trace import Action
 
 T = TypeVar("T")
 
@@ -268,7 +268,9 @@ class Execution:
             device = self.pool.devices[run.device]
             stage = StageWork(self.work, run, device, self._base_of(run))
             loaded = self.submit(
-                device.load, stage.load, action=self.action("upload", run.layers, size=self._num_bytes(run)),
+                device.load,
+                stage.load,
+                action=self.action("upload", run.layers, size=self._num_bytes(run)),
                 order=(number, -1),
             )
             await turn.entered
@@ -398,7 +400,10 @@ class Execution:
 
     def _collect(self, number: int, stage: StageWork, loaded: Event[None]) -> Event[Any]:
         collected = self.submit(
-            stage.device.compute, stage.collect, after=(loaded,), action=self.action("collect", stage.run.layers),
+            stage.device.compute,
+            stage.collect,
+            after=(loaded,),
+            action=self.action("collect", stage.run.layers),
             order=(number, len(self.work.layers)),
         )
         done = self._download(stage.device, collected, _map_collected, (number, -1))

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from roundpipe_async.trace import Action
+from roundpipe_async.tracing.trace import Action
 
 OURS = "roundpipe_async: "
 """How all of our notes begin."""

@@ -17,7 +17,7 @@ import torch
 from roundpipe_async.boundary import Boundary
 from roundpipe_async.engine import Execution
 from roundpipe_async.events import Event
-from roundpipe_async.schedule import Schedule
+from roundpipe_async.scheduling.schedule import Schedule
 from roundpipe_async.stage import CallWork, Gradients, Passed
 from roundpipe_async.store import CallTicket, RunGradients, Store
 

@@ -20,9 +20,9 @@ from roundpipe_async.errors import ClosedError
 from roundpipe_async.events import Event
 from roundpipe_async.modes import Modes
 from roundpipe_async.optimizer import in_optimizer_ctx
-from roundpipe_async.plan import LayerCost
 from roundpipe_async.planner import Planner
 from roundpipe_async.runs import Request, Runner
+from roundpipe_async.scheduling.plan import LayerCost
 from roundpipe_async.store import Store
 
 _owners: dict[int, tuple[ref[nn.Parameter], ref[RoundPipe]]] = {}

@@ -11,7 +11,7 @@ from roundpipe_async import tree
 from roundpipe_async.boundary import Boundary
 from roundpipe_async.errors import MicrobatchError
 from roundpipe_async.events import Event
-from roundpipe_async.microbatch import SplitCall
+from roundpipe_async.microbatches.split import SplitCall
 from roundpipe_async.stage import Passed
 
 
@@ -95,9 +95,7 @@ def fitted(split: SplitCall, packed: Sequence[Microbatches]) -> SplitCall:
 def unpacked(value: Any, microbatch: int, of: Callable[[Microbatches, int], Any]) -> Any:
     """`value` with every `Microbatches` in it replaced by `of(packed, microbatch)`."""
     leaves, structure = tree.flatten(value)
-    return structure.unflatten(
-        [of(leaf, microbatch) if isinstance(leaf, Microbatches) else leaf for leaf in leaves]
-    )
+    return structure.unflatten([of(leaf, microbatch) if isinstance(leaf, Microbatches) else leaf for leaf in leaves])
 
 
 def arrived(packed: Microbatches, microbatch: int) -> Any:

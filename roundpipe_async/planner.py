@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 from roundpipe_async.config import RoundPipeRunConfig
 from roundpipe_async.errors import ScheduleError
-from roundpipe_async.plan import LayerCost, ModelExecutePlan, RunType, balanced_plan
-from roundpipe_async.schedule import PLANNED_AS, Schedule, ScheduleType, round_robin
-from roundpipe_async.search import Objective, search
-from roundpipe_async.simulate import Links
-from roundpipe_async.timing import LayerTimer
+from roundpipe_async.scheduling.plan import LayerCost, ModelExecutePlan, RunType, balanced_plan
+from roundpipe_async.scheduling.schedule import PLANNED_AS, Schedule, ScheduleType, round_robin
+from roundpipe_async.scheduling.search import Objective, search
+from roundpipe_async.scheduling.simulate import Links
+from roundpipe_async.scheduling.timing import LayerTimer
 
 _logger = logging.getLogger("roundpipe_async")
 
@@ -81,9 +81,7 @@ class Planner:
         num_runs = len(plan.bwd_plan) if kind == "train_backward" else len(plan.fwd_plan)
         if kind == "fused":
             num_runs += len(plan.bwd_plan)
-        return round_robin(
-            plan, kind, self._num_layers, num_microbatch, self._num_devices, first_device(num_runs)
-        )
+        return round_robin(plan, kind, self._num_layers, num_microbatch, self._num_devices, first_device(num_runs))
 
     def _plan(self, run_type: RunType) -> ModelExecutePlan:
         calls = self._calls[run_type] = self._calls.get(run_type, 0) + 1
@@ -117,9 +115,7 @@ class Planner:
             if has != needs:
                 raise ScheduleError(f"the schedule is for {has} {what}, the call has {needs}")
         if schedule.num_devices > self._num_devices:
-            raise ScheduleError(
-                f"the schedule is for {schedule.num_devices} devices, the pool has {self._num_devices}"
-            )
+            raise ScheduleError(f"the schedule is for {schedule.num_devices} devices, the pool has {self._num_devices}")
         phases = {run.phase for run in schedule.runs}
         wanted = {"infer": {"forward"}, "train_forward": {"forward"}, "train_backward": {"backward"}}.get(kind)
         if (wanted is not None and phases != wanted) or (wanted is None and "fused" not in phases):

@@ -107,8 +107,17 @@ class seeded:
     themselves.
     """
 
-    __slots__ = ("_device_generator", "_device_seeded", "_device_state", "_generator", "_guard", "_outer", "_used",
-                 "device", "seed")
+    __slots__ = (
+        "_device_generator",
+        "_device_seeded",
+        "_device_state",
+        "_generator",
+        "_guard",
+        "_outer",
+        "_used",
+        "device",
+        "seed",
+    )
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed

@@ -25,15 +25,15 @@ from roundpipe_async.engine import Execution, settled
 from roundpipe_async.events import Event, all_of
 from roundpipe_async.failures import raise_unchanged
 from roundpipe_async.graph import Graph, Walk, current_walks, join_outputs
-from roundpipe_async.microbatch import SplitCall, loss_weights, merge_outputs, split_call, sum_losses
+from roundpipe_async.microbatches.split import SplitCall, loss_weights, merge_outputs, split_call, sum_losses
 from roundpipe_async.modes import Modes, usable_by_autograd
 from roundpipe_async.packed import Microbatches, arrived, fitted, joined, packed_leaves, unpacked
 from roundpipe_async.planner import Planner
-from roundpipe_async.schedule import Schedule, ScheduleType
+from roundpipe_async.scheduling.schedule import Schedule, ScheduleType
 from roundpipe_async.stage import CallWork, Gradients, Passed
 from roundpipe_async.steps import current_window
 from roundpipe_async.store import CallTicket, Store, fold
-from roundpipe_async.trace import Action
+from roundpipe_async.tracing.trace import Action
 
 T = TypeVar("T")
 
@@ -320,9 +320,7 @@ class Runner:
             await packed.dispatched
         return inputs
 
-    async def _walk_inputs(
-        self, execution: Execution, inputs: _Inputs, gradients: Sequence[Gradients]
-    ) -> None:
+    async def _walk_inputs(self, execution: Execution, inputs: _Inputs, gradients: Sequence[Gradients]) -> None:
         """Walk the user's graph behind the inputs."""
         await inputs.complete()
         tensors: list[torch.Tensor] = []

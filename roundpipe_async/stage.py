@@ -22,13 +22,13 @@ from roundpipe_async.buffers import BufferChain, LayerBuffers
 from roundpipe_async.devices.base import Device
 from roundpipe_async.devices.launch import stopwatch
 from roundpipe_async.failures import Failures
-from roundpipe_async.microbatch import check_loss, weighted_loss
+from roundpipe_async.microbatches.split import check_loss, weighted_loss
 from roundpipe_async.modes import Modes
 from roundpipe_async.recompute import RecomputeScope
 from roundpipe_async.replica import Blueprint, Replica, as_parameter
-from roundpipe_async.schedule import StageRun
+from roundpipe_async.scheduling.schedule import StageRun
+from roundpipe_async.scheduling.timing import LayerTimer, TimedPass
 from roundpipe_async.steps import Window, current_window
-from roundpipe_async.timing import LayerTimer, TimedPass
 from roundpipe_async.versions import Version
 
 Gradients = list[torch.Tensor | None]
@@ -431,4 +431,3 @@ class StageWork:
             where += f", microbatch {microbatch}, device {self.device.name}"
             self.call.failures.place(error, microbatch, where)
             raise
-

@@ -38,7 +38,7 @@ from roundpipe_async.recompute import CallSeed, draw_call_seed
 from roundpipe_async.replica import Blueprint, accumulated, through_hooks
 from roundpipe_async.stage import CallWork, Layer
 from roundpipe_async.steps import StepHandle, Window, register
-from roundpipe_async.trace import Action
+from roundpipe_async.tracing.trace import Action
 from roundpipe_async.versions import Parameters, Slot, Version
 
 RunGradients = tuple[dict[int, torch.Tensor], dict[int, dict[int, list[torch.Tensor]]]]

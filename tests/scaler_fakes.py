@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_async.grad_scaler import GradScaler
+from roundpipe_async.scaling.grad_scaler import GradScaler
 from roundpipe_async.steps import StepHandle, StepScope, Window, current_step, current_window, register
 
 

@@ -409,5 +409,3 @@ def test_a_draw_elsewhere_is_refused(draw: Callable[[Tensor], Tensor]) -> None:
             draw(x)
     with seeded(5, CPU):
         assert F.dropout(torch.empty(3, device="meta"), 0.5).is_meta
-
-

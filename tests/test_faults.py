@@ -19,7 +19,7 @@ from roundpipe_async.devices.pool import DevicePool
 from roundpipe_async.errors import PlanError, StepError
 from roundpipe_async.model import RoundPipe
 from roundpipe_async.optimizer import OptimizerCtx
-from roundpipe_async.plan import ModelExecutePlan
+from roundpipe_async.scheduling.plan import ModelExecutePlan
 from roundpipe_async.versions import Parameters
 from tests.support.aftermath import Snapshot, assert_idle, assert_no_tasks, quiet
 from tests.support.faults import CONFIG, FORWARD, MICROBATCHES, Faults, batch, faulty_model, loss_of

@@ -17,12 +17,10 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "roundpipe_async"
 
-LAYERS = [frozenset(rooms.split()) for rooms in (
-    "actions chrome drawing errors events modes replica trace tree usage versions",
-    "boundary buffers chunk_spec config devices failures merge microbatch partition plan scale_state schedule simulate "
-        "steps timing",
-    "baselines distributed drafts gantt grad_scaler optimizer packed recompute scale_ledger search seeds stage "
-        "store workloads",
+LAYERS = [frozenset(line.split()) for line in (
+    "errors events modes replica steps tracing tree versions",
+    "buffers config microbatches scheduling",
+    "boundary devices distributed failures optimizer packed recompute scaling stage store",
     "calls engine graph planner runs",
     "checkpoint data model models wrap",
     "__init__ __main__",

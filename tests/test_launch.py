@@ -17,7 +17,7 @@ from roundpipe_async.devices import accelerator, launch
 from roundpipe_async.devices.accelerator import CHUNK_BYTES, CHUNKS_IN_FLIGHT, AcceleratorDevice
 from roundpipe_async.devices.launch import LaunchedEvent
 from roundpipe_async.events import Event
-from roundpipe_async.trace import Action
+from roundpipe_async.tracing.trace import Action
 from tests.support.late_device import LateLane, LateRuntime
 
 

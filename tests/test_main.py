@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from roundpipe_async.__main__ import main
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.workloads import MEASURED, load_costs
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.workloads import MEASURED, load_costs
 from tests.support.published import WORKLOADS
 
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomRedu
 from torch.nn.utils.rnn import pack_sequence
 
 from roundpipe_async.errors import MicrobatchError
-from roundpipe_async.microbatch import (
+from roundpipe_async.microbatches.split import (
     check_loss,
     loss_weights,
     merge_outputs,

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 from torch.nn.utils.rnn import pack_sequence
 
-from roundpipe_async import microbatch
 from roundpipe_async.errors import MicrobatchError
+from roundpipe_async.microbatches import split as microbatch
 
 batches = st.integers(1, 17)
 counts = st.integers(1, 8)

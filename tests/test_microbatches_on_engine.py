@@ -199,9 +199,7 @@ async def test_c04_callables_split_inputs_and_labels(pool: DevicePool) -> None:
         split_label=lambda label, n: list(label[:n]),
     )
     async with RoundPipe(module, devices=pool, model_run_config=own) as model:
-        loss, out = await model.forward_backward(
-            (parts,), label=targets, loss_fn=F.cross_entropy, return_outputs=True
-        )
+        loss, out = await model.forward_backward((parts,), label=targets, loss_fn=F.cross_entropy, return_outputs=True)
     total: Any = 0
     for part, target in zip(parts, targets, strict=True):
         one = F.cross_entropy(reference(part), target)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_async.errors import PlanError
-from roundpipe_async.plan import LayerCost, ModelExecutePlan, RunType, balanced_plan, balanced_plans
+from roundpipe_async.scheduling.plan import LayerCost, ModelExecutePlan, RunType, balanced_plan, balanced_plans
 
 
 def test_attributes_are_set_one_by_one_as_in_roundpipe() -> None:

@@ -22,7 +22,7 @@ from roundpipe_async.devices.pool import DevicePool
 from roundpipe_async.model import RoundPipe
 from roundpipe_async.modes import no_grad
 from roundpipe_async.optimizer import OptimizerCtx
-from roundpipe_async.plan import ModelExecutePlan
+from roundpipe_async.scheduling.plan import ModelExecutePlan
 from tests.support.aftermath import assert_idle, assert_no_tasks
 from tests.support.manual_device import Hand
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_async import DevicePool, GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, optim, prefetch
-from roundpipe_async.grad_scaler import SkippedStepsError
+from roundpipe_async.scaling.grad_scaler import SkippedStepsError
 from tests.support.late_device import LateRuntime, late_pool
 from tests.support.plain import twin
 

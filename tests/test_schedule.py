@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_async.errors import PlanError, ScheduleError
-from roundpipe_async.plan import ModelExecutePlan
-from roundpipe_async.schedule import Schedule, StageRun, round_robin
+from roundpipe_async.scheduling.plan import ModelExecutePlan
+from roundpipe_async.scheduling.schedule import Schedule, StageRun, round_robin
 
 PLAN = ModelExecutePlan([range(0, 2), range(2, 3)], [range(3, 4), range(1, 3), range(0, 1)])
 TRAIN = ModelExecutePlan([range(0, 4)], [range(2, 4), range(0, 2)])

@@ -18,14 +18,14 @@ from torch import nn
 
 from roundpipe_async.config import RoundPipeRunConfig
 from roundpipe_async.devices.pool import DevicePool
-from roundpipe_async.drafts import Clocks, Problem, lay_out, schedule_of
 from roundpipe_async.errors import ScheduleError
 from roundpipe_async.model import RoundPipe
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.schedule import Schedule
-from roundpipe_async.search import change, search
-from roundpipe_async.seeds import spread_drafts
-from roundpipe_async.simulate import Links
+from roundpipe_async.scheduling.drafts import Clocks, Problem, lay_out, schedule_of
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.schedule import Schedule
+from roundpipe_async.scheduling.search import change, search
+from roundpipe_async.scheduling.seeds import spread_drafts
+from roundpipe_async.scheduling.simulate import Links
 from tests.support.plain import CASES, Case, assert_same_gradients, assert_same_state, plain_forward_backward, twin
 
 COST = LayerCost(1.0, 1.0, 2.0, 1_000_000)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_async.drafts import BACKWARD, FORWARD, FUSED, Clocks, Problem, lay_out, schedule_of
 from roundpipe_async.errors import PlanError
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.schedule import Schedule
-from roundpipe_async.search import Objective, change, search
-from roundpipe_async.seeds import draft_of, even_groups, spread_drafts, wave_cuts
-from roundpipe_async.simulate import Links, Steady, simulate, simulate_steady
+from roundpipe_async.scheduling.drafts import BACKWARD, FORWARD, FUSED, Clocks, Problem, lay_out, schedule_of
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.schedule import Schedule
+from roundpipe_async.scheduling.search import Objective, change, search
+from roundpipe_async.scheduling.seeds import draft_of, even_groups, spread_drafts, wave_cuts
+from roundpipe_async.scheduling.simulate import Links, Steady, simulate, simulate_steady
 from tests.support.published import NUM_DEVICES, NUM_MICROBATCH, WORKLOADS, Workload
 
 COST = st.builds(
@@ -121,7 +121,9 @@ def test_the_same_arguments_give_the_same_schedule() -> None:
 def test_a_tight_upload_budget_is_kept_though_more_uploads_would_be_faster(
     budget: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roundpipe_async.search.OVER_BUDGET", 0.0)  # drafts over the budget look as good as they are
+    monkeypatch.setattr(
+        "roundpipe_async.scheduling.search.OVER_BUDGET", 0.0
+    )  # drafts over the budget look as good as they are
     workload = WORKLOADS["llama3-8b"]
     problem = Problem(workload.costs, 16, 8, workload.links)
     schedule = search(workload.costs, 16, 8, links=workload.links, upload_budget=budget, effort=0.1)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_async.baselines import Baseline, baseline, even_stages, paper_round_robin
-from roundpipe_async.plan import LayerCost, ModelExecutePlan
-from roundpipe_async.schedule import Schedule, StageRun, round_robin
-from roundpipe_async.simulate import Links, TimedAction, simulate, simulate_steady
+from roundpipe_async.scheduling.baselines import Baseline, baseline, even_stages, paper_round_robin
+from roundpipe_async.scheduling.plan import LayerCost, ModelExecutePlan
+from roundpipe_async.scheduling.schedule import Schedule, StageRun, round_robin
+from roundpipe_async.scheduling.simulate import Links, TimedAction, simulate, simulate_steady
 from tests.support.published import NUM_DEVICES, NUM_MICROBATCH, WORKLOADS, Workload
 
 FREE = Links(math.inf)

@@ -15,10 +15,10 @@ from torch import nn
 
 from roundpipe_async import DevicePool, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, trace
 from roundpipe_async.devices.simulated import VirtualTimeLoop, run_in_virtual_time
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.schedule import Schedule, round_robin
-from roundpipe_async.search import search
-from roundpipe_async.simulate import Links, simulate
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.schedule import Schedule, round_robin
+from roundpipe_async.scheduling.search import search
+from roundpipe_async.scheduling.simulate import Links, simulate
 
 DATA = Path(__file__).parent / "data"
 
@@ -66,9 +66,7 @@ def run_on_engine(
 def assert_same_timeline(schedule: Schedule, costs: list[LayerCost], links: Links) -> None:
     timeline = simulate(schedule, costs, links)
     expected = {
-        (a.kind, a.device, a.layers, a.microbatch): (a.start_s, a.end_s)
-        for a in timeline.actions
-        if a.kind != "upload"
+        (a.kind, a.device, a.layers, a.microbatch): (a.start_s, a.end_s) for a in timeline.actions if a.kind != "upload"
     }
     recorded = run_on_engine(schedule, costs, links)
     assert len(recorded) == len(expected)

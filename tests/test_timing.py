@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.timing import LayerTimer
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.timing import LayerTimer
 
 
 def test_warm_up_is_dropped_and_the_average_forgets() -> None:

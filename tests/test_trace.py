@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 from roundpipe_async import DevicePool, ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig, trace
-from roundpipe_async.actions import COMPUTING, PASSES, Action, Record
-from roundpipe_async.chrome import chrome_events, chrome_json
 from roundpipe_async.devices.cpu import WorkerStream
 from roundpipe_async.devices.simulated import run_in_virtual_time
-from roundpipe_async.drawing import Bar, Row, draw, rows_of
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.schedule import Schedule, round_robin
-from roundpipe_async.simulate import Links, simulate
-from roundpipe_async.trace import recording
-from roundpipe_async.usage import intersection, union, usage
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.schedule import Schedule, round_robin
+from roundpipe_async.scheduling.simulate import Links, simulate
+from roundpipe_async.tracing.actions import COMPUTING, PASSES, Action, Record
+from roundpipe_async.tracing.chrome import chrome_events, chrome_json
+from roundpipe_async.tracing.drawing import Bar, Row, draw, rows_of
+from roundpipe_async.tracing.trace import recording
+from roundpipe_async.tracing.usage import intersection, union, usage
 from tests.support.pools import PoolKind
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -222,7 +222,7 @@ def test_an_empty_or_instant_picture_can_be_drawn(tmp_path: Path) -> None:
 
 def test_measured_and_simulated_are_drawn_alike() -> None:
     pytest.importorskip("matplotlib")
-    from roundpipe_async.gantt import gantt
+    from roundpipe_async.scheduling.gantt import gantt
 
     plan = ModelExecutePlan([range(0, 1)], [range(1, 2), range(0, 1)])
     line = simulate(round_robin(plan, "fused", 2, 2, 2), [LayerCost(1, 1, 2, 10)] * 2, Links(10.0))

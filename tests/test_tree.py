@@ -293,7 +293,7 @@ def test_nothing_is_registered_with_torch() -> None:
 
 def test_importing_loads_neither_transformers_nor_distributed_pipelining() -> None:
     code = (
-        "import sys, roundpipe_async.tree, roundpipe_async.config, roundpipe_async.microbatch\n"
+        "import sys, roundpipe_async.tree, roundpipe_async.config, roundpipe_async.microbatches.split\n"
         "assert not {'transformers', 'torch.distributed.pipelining'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

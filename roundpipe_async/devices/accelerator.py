@@ -20,7 +20,7 @@ import torch
 
 from roundpipe_async.devices.base import Stream
 from roundpipe_async.devices.launch import Lane, LaunchStream, Mark, hold, launching_lane
-from roundpipe_async.trace import copied
+from roundpipe_async.tracing.trace import copied
 from roundpipe_async.versions import HostMemory
 
 _logger = logging.getLogger("roundpipe_async")

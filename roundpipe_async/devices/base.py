@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from roundpipe_async.events import Event
-from roundpipe_async.trace import Action
+from roundpipe_async.tracing.trace import Action
 from roundpipe_async.versions import HostMemory
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ import torch
 from roundpipe_async.devices.base import Stream
 from roundpipe_async.errors import ClosedError
 from roundpipe_async.events import Event
-from roundpipe_async.trace import Action, begin, copied, copied_bytes, record
+from roundpipe_async.tracing.trace import Action, begin, copied, copied_bytes, record
 from roundpipe_async.versions import HostMemory
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from roundpipe_async.devices.cpu import WorkerStream
 from roundpipe_async.events import Event
-from roundpipe_async.trace import Action, begin, copied_bytes, record
+from roundpipe_async.tracing.trace import Action, begin, copied_bytes, record
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -15,8 +15,8 @@ from roundpipe_async.devices.base import Device, Line, Stream
 from roundpipe_async.devices.cpu import CpuDevice, WorkerStream
 from roundpipe_async.devices.simulated import SimulatedDevice, SimulatedStream
 from roundpipe_async.errors import ClosedError
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.simulate import Links
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.simulate import Links
 from roundpipe_async.versions import HostMemory
 
 _logger = logging.getLogger("roundpipe_async")

@@ -18,9 +18,9 @@ import torch
 
 from roundpipe_async.devices.base import Stream
 from roundpipe_async.events import Event, all_of
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.simulate import Links
-from roundpipe_async.trace import Action, record, recording
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.simulate import Links
+from roundpipe_async.tracing.trace import Action, record, recording
 from roundpipe_async.versions import HostMemory
 
 T = TypeVar("T")

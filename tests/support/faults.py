@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe_async.config import RoundPipeRunConfig
-from roundpipe_async.plan import ModelExecutePlan
 from roundpipe_async.recompute import doing_recompute
+from roundpipe_async.scheduling.plan import ModelExecutePlan
 from tests.support.aftermath import Traces
 
 ROWS = 9

@@ -17,7 +17,7 @@ from roundpipe_async.devices.base import Stream
 from roundpipe_async.devices.cpu import CpuDevice
 from roundpipe_async.devices.pool import DevicePool
 from roundpipe_async.events import Event
-from roundpipe_async.trace import Action
+from roundpipe_async.tracing.trace import Action
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roundpipe_async.plan import ModelExecutePlan
+from roundpipe_async.scheduling.plan import ModelExecutePlan
 
 PLANS = ("one_each", "two_stages", "inner", "fused")
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from roundpipe_async.plan import LayerCost, ModelExecutePlan
-from roundpipe_async.schedule import Schedule, round_robin
-from roundpipe_async.simulate import Links
+from roundpipe_async.scheduling.plan import LayerCost, ModelExecutePlan
+from roundpipe_async.scheduling.schedule import Schedule, round_robin
+from roundpipe_async.scheduling.simulate import Links
 
 DATA = Path(__file__).parent.parent / "data"
 NUM_DEVICES = 8
@@ -55,9 +55,7 @@ class Workload:
 
     def paper_schedule(self) -> Schedule:
         """Two rounds of 8 microbatches, as published."""
-        return round_robin(
-            self.plan, "fused", len(self.costs), NUM_MICROBATCH, NUM_DEVICES, round_size=NUM_DEVICES
-        )
+        return round_robin(self.plan, "fused", len(self.costs), NUM_MICROBATCH, NUM_DEVICES, round_size=NUM_DEVICES)
 
 
 def _workload(name: str, row: dict[str, str]) -> Workload:

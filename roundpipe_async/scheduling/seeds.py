@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from roundpipe_async.drafts import BACKWARD, FORWARD, FUSED, Draft, Problem, Stage
+from roundpipe_async.scheduling.drafts import BACKWARD, FORWARD, FUSED, Draft, Problem, Stage
 
 Cut = list[tuple[int, int]]  # (layers, groups) of consecutive stages
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.schedule import Phase, Schedule, StageRun
-from roundpipe_async.simulate import Links
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.schedule import Phase, Schedule, StageRun
+from roundpipe_async.scheduling.simulate import Links
 
 FORWARD, FUSED, BACKWARD = 0, 1, 2
 PHASES: tuple[Phase, ...] = ("forward", "fused", "backward")

@@ -1,7 +1,7 @@
 """What the microbatches give back, put together: outputs into one value, losses into one sum.
 
-The rule for outputs is told in `roundpipe_async.microbatch`. All of it is plain differentiable torch, so a merged
-output carries the graphs of its parts when grad mode is on.
+The rule for outputs is told in `roundpipe_async.microbatches.split`. All of it is plain differentiable torch, so a
+merged output carries the graphs of its parts when grad mode is on.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from roundpipe_async import tree
-from roundpipe_async.chunk_spec import child_specs, described, is_callable, marker_kind, no_spec, refuse_packed
 from roundpipe_async.errors import MicrobatchError
+from roundpipe_async.microbatches.chunk_spec import (
+    child_specs,
+    described,
+    is_callable,
+    marker_kind,
+    no_spec,
+    refuse_packed,
+)
 
 
 def merge_outputs(outputs: Sequence[Any], spec: Any = None, sizes: Sequence[int] | None = None) -> Any:
@@ -160,7 +167,7 @@ def loss_weights(sizes: Sequence[int] | None, reduction: Literal["sum", "mean"] 
 
     For "mean" it is the microbatch's share of the batch, so that a per-sample mean loss and its gradients are those of
     the whole batch; MicrobatchError where the sizes are not known. (A mean over tokens of which some are ignored has
-    its recipe in `roundpipe_async.microbatch`.)
+    its recipe in `roundpipe_async.microbatches.split`.)
     """
     if reduction is None or reduction == "sum":
         return None

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from roundpipe_async.actions import Action as Action
-from roundpipe_async.actions import Record as Record
-from roundpipe_async.chrome import chrome_json
-from roundpipe_async.drawing import draw, rows_of
-from roundpipe_async.usage import Usage, usage
+from roundpipe_async.tracing.actions import Action as Action
+from roundpipe_async.tracing.actions import Record as Record
+from roundpipe_async.tracing.chrome import chrome_json
+from roundpipe_async.tracing.drawing import draw, rows_of
+from roundpipe_async.tracing.usage import Usage, usage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from roundpipe_async.plan import LayerCost
+from roundpipe_async.scheduling.plan import LayerCost
 
 COLUMNS = ("forward_ms", "recompute_ms", "backward_ms", "parameter_bytes", "activation_bytes", "count")
 

@@ -18,9 +18,9 @@ from enum import Enum
 
 import torch
 
-from .events import Event
-from .scale_state import Factor, Rules, ScaleState, SkippedStepsError, UpdateOutcome, advance
-from .steps import StepHandle, steps_in_flight, tick
+from roundpipe_async.events import Event
+from roundpipe_async.scaling.state import Factor, Rules, ScaleState, SkippedStepsError, UpdateOutcome, advance
+from roundpipe_async.steps import StepHandle, steps_in_flight, tick
 
 HISTORY = 1024
 """How many changes of the scale are remembered for calls that began before them."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roundpipe_async.drawing import Bar, Row, draw
-from roundpipe_async.simulate import TimedAction, Timeline
+from roundpipe_async.scheduling.simulate import TimedAction, Timeline
+from roundpipe_async.tracing.drawing import Bar, Row, draw
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.schedule import Phase, Schedule, StageRun
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.schedule import Phase, Schedule, StageRun
 
 ActionKind = Literal["forward", "fused", "recompute", "backward", "upload"]
 
@@ -36,9 +36,6 @@ class Links:
 
     def hop(self, activation_bytes: float) -> float:
         return self.hop_s + activation_bytes / self.activation_bytes_per_s
-
-
-
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from roundpipe_async.actions import COMPUTING, HOST, OPTIMIZER, TRANSFERS, Record
+from roundpipe_async.tracing.actions import COMPUTING, HOST, OPTIMIZER, TRANSFERS, Record
 
 Intervals = list[tuple[float, float]]
 """Disjoint, in ascending order."""

@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .events import Event
-from .scale_ledger import NEVER_SCALED, Barrier, Ledger, OptimizerRecord, Stage
-from .scale_state import Factor, Rules, ScaleState, SkippedStepsError, UpdateOutcome, check_scale
-from .steps import StepHandle, Window, current_step, current_window, tick
+from roundpipe_async.events import Event
+from roundpipe_async.scaling.ledger import NEVER_SCALED, Barrier, Ledger, OptimizerRecord, Stage
+from roundpipe_async.scaling.state import Factor, Rules, ScaleState, SkippedStepsError, UpdateOutcome, check_scale
+from roundpipe_async.steps import StepHandle, Window, current_step, current_window, tick
 
 __all__ = ["GradScaler", "SkippedStepsError", "UpdateOutcome"]
 

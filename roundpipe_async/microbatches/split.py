@@ -49,9 +49,16 @@ import torch
 from torch import Tensor
 
 from roundpipe_async import tree
-from roundpipe_async.chunk_spec import child_specs, described, is_callable, marker_kind, no_spec, refuse_packed
 from roundpipe_async.errors import MicrobatchError
-from roundpipe_async.merge import check_loss, loss_weights, merge_outputs, sum_losses, weighted_loss
+from roundpipe_async.microbatches.chunk_spec import (
+    child_specs,
+    described,
+    is_callable,
+    marker_kind,
+    no_spec,
+    refuse_packed,
+)
+from roundpipe_async.microbatches.merge import check_loss, loss_weights, merge_outputs, sum_losses, weighted_loss
 
 __all__ = [
     "SplitCall",

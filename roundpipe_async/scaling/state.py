@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import RoundPipeError
+from roundpipe_async.errors import RoundPipeError
 
 SMALLEST = 2.0**-126
 """The least scale: the smallest fp32 number whose reciprocal is finite by a margin. torch's would go on to zero."""

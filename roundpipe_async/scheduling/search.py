@@ -14,12 +14,12 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from roundpipe_async.drafts import FUSED, Clocks, Draft, Layout, Problem, Stage, lay_out, schedule_of
 from roundpipe_async.errors import PlanError
-from roundpipe_async.plan import LayerCost, timed
-from roundpipe_async.schedule import Schedule
-from roundpipe_async.seeds import draft_of, even_groups, spread_drafts, wave_cuts
-from roundpipe_async.simulate import Links
+from roundpipe_async.scheduling.drafts import FUSED, Clocks, Draft, Layout, Problem, Stage, lay_out, schedule_of
+from roundpipe_async.scheduling.plan import LayerCost, timed
+from roundpipe_async.scheduling.schedule import Schedule
+from roundpipe_async.scheduling.seeds import draft_of, even_groups, spread_drafts, wave_cuts
+from roundpipe_async.scheduling.simulate import Links
 
 Objective = Literal["isolated", "steady"]
 

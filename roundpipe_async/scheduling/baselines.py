@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from roundpipe_async.partition import even_cut
-from roundpipe_async.plan import LayerCost
-from roundpipe_async.schedule import Schedule
-from roundpipe_async.simulate import Links, TimedAction, Timeline
+from roundpipe_async.scheduling.partition import even_cut
+from roundpipe_async.scheduling.plan import LayerCost
+from roundpipe_async.scheduling.schedule import Schedule
+from roundpipe_async.scheduling.simulate import Links, TimedAction, Timeline
 
 Baseline = Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"]
 Pass = Literal["forward", "backward"]

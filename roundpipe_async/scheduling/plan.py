@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal, Protocol, overload
 
 from roundpipe_async.errors import PlanError
-from roundpipe_async.partition import Cuts, Weights, best_cuts
+from roundpipe_async.scheduling.partition import Cuts, Weights, best_cuts
 
 RunType = Literal["infer", "train", "fused"]
 RUN_TYPES: tuple[RunType, ...] = ("infer", "train", "fused")

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal
 
 from roundpipe_async.errors import ScheduleError
-from roundpipe_async.plan import ModelExecutePlan, RunType
+from roundpipe_async.scheduling.plan import ModelExecutePlan, RunType
 
 Phase = Literal["forward", "fused", "backward"]
 ScheduleType = Literal["infer", "train_forward", "train_backward", "fused"]

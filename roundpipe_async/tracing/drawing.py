@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roundpipe_async.actions import COMPUTING, HOST, Record
-from roundpipe_async.usage import device_names
+from roundpipe_async.tracing.actions import COMPUTING, HOST, Record
+from roundpipe_async.tracing.usage import device_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,9 +117,7 @@ def _draw_row(axes: Axes, index: int, row: Row) -> None:
             edge, height = NARROW[kind]
             axes.broken_barh(spans, (index + edge, height), facecolors=_colour(kind))
         else:
-            axes.broken_barh(
-                spans, (index - 0.3, 0.6), facecolors=_colour(kind), edgecolors="white", linewidth=0.2
-            )
+            axes.broken_barh(spans, (index - 0.3, 0.6), facecolors=_colour(kind), edgecolors="white", linewidth=0.2)
 
 
 def _write_texts(axes: Axes, rows: Sequence[Row], end_s: float) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
-from roundpipe_async.plan import ASSUMED_BYTES_PER_S, LayerCost
+from roundpipe_async.scheduling.plan import ASSUMED_BYTES_PER_S, LayerCost
 
 TimedPass = Literal["forward", "recompute", "backward"]
 PASSES: tuple[TimedPass, ...] = ("forward", "recompute", "backward")
@@ -61,9 +61,7 @@ class LayerTimer:
                 self._counts[name] = [0] * self.num_layers
                 self._averages[name] = [0.0] * self.num_layers
 
-    def costs(
-        self, parameter_bytes: Sequence[int], activation_bytes: Sequence[int] | None = None
-    ) -> list[LayerCost]:
+    def costs(self, parameter_bytes: Sequence[int], activation_bytes: Sequence[int] | None = None) -> list[LayerCost]:
         """One LayerCost a layer, with these sizes.
 
         What was not measured is inferred: recompute from forward, forward and backward from each other (1 to 2), and

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from roundpipe_async.actions import Record
-from roundpipe_async.usage import device_names, natural
+from roundpipe_async.tracing.actions import Record
+from roundpipe_async.tracing.usage import device_names, natural
 
 _WAY = ("forward", "fused", "backward")
 _ORDER = ("compute", "load", "upload", "download")

@@ -1,0 +1,1 @@
+"""One batch into microbatches, and what they give back into one value."""
