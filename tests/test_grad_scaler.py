@@ -16,11 +16,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scaler_fakes import INF, NAN, backward, weights
 
 from roundpipe_async.scaling.grad_scaler import GradScaler, SkippedStepsError, UpdateOutcome
 from roundpipe_async.scaling.state import Factor, Rules, ScaleState, advance
 from roundpipe_async.steps import Window, current_window
+from tests.support.scaler_fakes import INF, NAN, backward, weights
 
 
 def now(coroutine: Coroutine[Any, Any, UpdateOutcome]) -> UpdateOutcome:

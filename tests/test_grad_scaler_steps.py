@@ -17,11 +17,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scaler_fakes import INF, NAN, FakeModel, backward, weights
 
 from roundpipe_async.errors import StepError
 from roundpipe_async.scaling.grad_scaler import GradScaler, UpdateOutcome
 from roundpipe_async.steps import StepHandle, Window, register, steps_in_flight
+from tests.support.scaler_fakes import INF, NAN, FakeModel, backward, weights
 
 
 @pytest.fixture
