@@ -236,17 +236,11 @@ def test_an_evaluation_beside_training_neither_reverts_the_buffers_nor_sees_them
     """It started from the module's own buffers, took training's commit for a change of its own, and undid it."""
     with Hand(2) as hand:
         soak = Soak(hand.pool, random.Random(0))
-        devices = [stream for stream in hand.streams if stream.name.startswith("manual")]
-        evaluation = Op("evaluate", 8.0, -1)
-        hand.within(lambda: soak.start(evaluation))
-        for _ in range(1000):  # until its first stage has run
-            if sum(stream.playable for stream in devices) and hand.idle():
-                break
-            hand.advance()
-        training = Op("train", 4.0, -1)
-        hand.held.update(devices[1:])
-        hand.within(lambda: soak.start(training))
-        hand.settle()
+        training, evaluation = Op("train", 4.0, -1), Op("evaluate", 8.0, -1)
+        hand.held.update(stream for stream in hand.streams if stream.name.startswith("manual"))
+        for op in (training, evaluation):  # both begin before either runs; training is the first to commit
+            hand.within(lambda op=op: soak.start(op))
+            hand.settle()
         hand.held.clear()
         for op in (training, evaluation):
             _finish(hand, op)
