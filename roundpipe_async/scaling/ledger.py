@@ -18,7 +18,7 @@ from enum import Enum
 
 import torch
 
-from roundpipe_async.events import Event
+from roundpipe_async.events import Event, all_of
 from roundpipe_async.scaling.state import Factor, Rules, ScaleState, SkippedStepsError, UpdateOutcome, advance
 from roundpipe_async.steps import StepHandle, steps_in_flight, tick
 
@@ -113,24 +113,8 @@ class Barrier:
 
 def all_done(steps: Iterable[StepHandle]) -> Event[None]:
     """An event that happens, without an error, when all of `steps` are done, well or badly."""
-    pending = [step.event for step in steps if not step.event.done()]
-    if not pending:
-        return _NO_STEPS
-    gate: Event[None] = Event()
-    left = len(pending)
-    lock = threading.Lock()
-
-    def one_done(_: Event[object]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            gate.set(None)
-
-    for event in pending:
-        event.add_callback(one_done)
-    return gate
+    pending = [step.event.settled() for step in steps if not step.event.done()]
+    return all_of(pending) if pending else _NO_STEPS
 
 
 class Ledger:
