@@ -83,6 +83,9 @@ class WorkerStream:
 
 
 def _work(jobs: SimpleQueue[_Job | None], owner: str, name: str, setup: Callable[[], None] | None) -> None:
+    # A thread's first look makes the process's number of intra-op threads its own. Without it the first operations may
+    # run with the machine's number, and sum in another order.
+    torch.get_num_threads()
     if setup is not None:
         setup()
     while (job := jobs.get()) is not None and not _Leaving.now:
