@@ -12,6 +12,14 @@ from roundpipe_async import tree
 
 
 @dataclass(slots=True, eq=False)
+class Root:
+    """Where the gradient of one input of a layer arrives: as autograd made it. In a leaf's `.grad` it would get the
+    strides of the leaf, and sums over it, such as a bias's gradient in the layer before, another rounding."""
+
+    gradient: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Boundary:
     """What passes from one layer to the next for one microbatch: a pytree, cut from the graph of what made it."""
 
@@ -31,9 +39,9 @@ class Boundary:
         needs = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         return cls([_cut(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, needs)
 
-    def enter(self) -> tuple[Any, list[torch.Tensor | None]]:
-        """The value to call a layer with, and the leaves that will hold the gradients of its tensors."""
-        roots: list[torch.Tensor | None] = []
+    def enter(self) -> tuple[Any, list[Root | None]]:
+        """The value to call a layer with, and what will hold the gradients of its tensors."""
+        roots: list[Root | None] = []
         values = []
         for leaf, needs in zip(self.leaves, self.needs_grad, strict=True):
             root = None
@@ -41,8 +49,8 @@ class Boundary:
             if isinstance(leaf, torch.Tensor):
                 value = leaf.detach()
                 if needs:
-                    root = value.requires_grad_()
-                    value = _Pass.apply(root)  # type: ignore[no-untyped-call]
+                    root = Root()
+                    value = _Pass.apply(value.requires_grad_(), root)  # type: ignore[no-untyped-call]
             roots.append(root)
             values.append(value)
         return self.structure.unflatten(values), roots
@@ -85,9 +93,14 @@ class _Pass(torch.autograd.Function):
     """Identity that is no leaf and no view: a layer may change its input in place, as it may in plain PyTorch."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, root: Root) -> torch.Tensor:
+        ctx.root = root
+        ctx.set_materialize_grads(False)
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:
+        if gradient is not None:
+            root = ctx.root
+            root.gradient = gradient if root.gradient is None else root.gradient + gradient
+        return None, None

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from roundpipe_async import recompute, tree
-from roundpipe_async.boundary import Boundary
+from roundpipe_async.boundary import Boundary, Root
 from roundpipe_async.buffers import BufferChain, LayerBuffers
 from roundpipe_async.devices.base import Device
 from roundpipe_async.devices.launch import stopwatch
@@ -130,7 +130,7 @@ class LayerGraph:
     """One layer's graph for one microbatch, between its forward and its backward."""
 
     layer: Layer
-    roots: list[torch.Tensor | None]
+    roots: list[Root | None]
     outputs: list[Any]
     structure: tree.Structure
 
@@ -308,7 +308,7 @@ class StageWork:
         del value, boundary
         with self._noting("backward of loss_fn", None, microbatch):
             call.modes.run(self._in_window, torch.autograd.backward, starts)
-        gradients: Gradients = [None if root is None else root.grad for root in roots]
+        gradients: Gradients = [None if root is None else root.gradient for root in roots]
         detached = tree.map_tensors(torch.Tensor.detach, losses)
         del losses, starts, roots
         gradients = self.backward(microbatch, graphs, gradients)
@@ -341,10 +341,10 @@ class StageWork:
 
     def _call(
         self, layer: Layer, microbatch: int, boundary: Boundary, phase: TimedPass, keep_data: bool
-    ) -> tuple[Any, Gradients]:
+    ) -> tuple[Any, list[Root | None]]:
         """Call one layer, in the caller's context, with its own random numbers and its buffers in place.
 
-        Gives its output, and the leaves that will hold the gradients of its input.
+        Gives its output, and what will hold the gradients of its input.
         """
         call = self.call
         call.check()
@@ -406,7 +406,7 @@ class StageWork:
             call.modes.run(self._in_window, torch.autograd.backward, outputs, seeds)
             stop(partial(call.timer.record, graph.layer.index, "backward"))
         self._set_tied_aside(graph.layer, microbatch)
-        return [None if root is None else root.grad for root in graph.roots]
+        return [None if root is None else root.gradient for root in graph.roots]
 
     def _set_tied_aside(self, layer: Layer, microbatch: int) -> None:
         # Plain PyTorch adds the shares of one microbatch first, one layer's after the other: some are in other stages.

@@ -94,6 +94,34 @@ class Containers(nn.Module):
         return self.named["gate"](x).sigmoid() * self.named["value"](x) + self.shifts["a"]
 
 
+class Turned(nn.Module):
+    """Works on the input turned over: the gradient that it passes back has other strides than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+class PassesNoGradient(nn.Module):
+    """Its backward gives no gradient at all, which is not one of zeros: parameters before it get none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _NoGradient.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class Constant(nn.Module):
     """Its output does not depend on its input."""
 
@@ -206,6 +234,8 @@ KINDS = (
     ),
     Kind("hidden_references", lambda: nn.Sequential(linear(), HiddenReferences(), HiddenReferences(), linear())),
     Kind("containers", lambda: nn.Sequential(Containers(), Containers(), linear())),
+    Kind("strides_of_gradients", lambda: nn.Sequential(Turned(), linear(), Turned(), linear(), nn.Tanh()), (3, WIDTH)),
+    Kind("gives_no_gradient", lambda: nn.Sequential(linear(), linear(), PassesNoGradient(), linear(), linear())),
     Kind("constant", lambda: nn.Sequential(linear(), nn.Tanh(), Constant(), linear(), linear())),
     Kind("returns_its_input", lambda: nn.Sequential(nn.Identity(), linear(), Unused(), Unused(), linear(), Unused())),
     Kind("frozen_but_the_middle", _frozen_but_the_middle),
