@@ -2,7 +2,7 @@
 
     python benchmarks/action_overhead.py
 
-An action is one microbatch's pass through one stage (forward, fused or backward). Its cost is the time of the whole
+An action is one microbatch's pass through one stage: forward, fused, recompute or backward. Its cost is the time of the whole
 call, split and merge included, divided by the number of its actions, less what the same passes take in a plain Python
 loop.
 """
@@ -89,7 +89,7 @@ async def engine(devices: int, layers: int, microbatches: int, calls: int) -> No
 
         for name, ours, theirs, actions in (
             ("infer", infer, plain_infer, layers * microbatches),
-            ("train", train, plain_train, (2 * layers - 1) * microbatches),
+            ("train", train, plain_train, (3 * layers - 2) * microbatches),
         ):
             spent_us = await median_us(ours, calls)
             plain_us = await median_us(functools.partial(plainly, theirs), calls)
