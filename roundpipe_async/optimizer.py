@@ -8,6 +8,7 @@ the process alone.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -23,9 +24,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from roundpipe_async.optim import live_optimizers
-from roundpipe_async.steps import StepHandle, StepScope, current_step
+from roundpipe_async.steps import StepHandle, StepScope, current_step, running_step
 
-_optimizer_context: ContextVar[bool] = ContextVar("roundpipe_async_optimizer", default=False)
+_optimizer_context: ContextVar[object] = ContextVar("roundpipe_async_optimizer", default=None)
+"""The thread and task that entered `OptimizerCtx`: tasks made inside inherit the variable, but are not inside."""
 
 
 def OptimizerCtx() -> AbstractContextManager[None]:
@@ -39,7 +41,7 @@ def OptimizerCtx() -> AbstractContextManager[None]:
 
 @contextmanager
 def _optimizer_ctx() -> Iterator[None]:
-    token = _optimizer_context.set(True)
+    token = _optimizer_context.set(_here())
     try:
         yield
     finally:
@@ -48,7 +50,14 @@ def _optimizer_ctx() -> Iterator[None]:
 
 def in_optimizer_ctx() -> bool:
     """Whether the caller is inside `OptimizerCtx()` or a step function."""
-    return _optimizer_context.get()
+    entered = _optimizer_context.get()
+    return (entered is not None and entered == _here()) or running_step() is not None
+
+
+def _here() -> tuple[int, object]:
+    """The running thread and task."""
+    task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
+    return threading.get_ident(), None if task is None else ref(task)
 
 
 Group = dict[str, Any]
@@ -74,8 +83,7 @@ class Step:
         return self.context.run(self._run)
 
     def _run(self) -> Any:
-        _optimizer_context.set(True)
-        current_step.set(StepScope(self.handle))
+        current_step.set(StepScope(self.handle, threading.get_ident()))
         _running[threading.get_ident()] = self
         try:
             return self.fn(*self.args, **self.kwargs)

@@ -128,10 +128,12 @@ class StepHandle:
 class StepScope:
     """What runs now in the optimizer's thread: the step and the window of gradients that it works on."""
 
-    __slots__ = ("handle",)
+    __slots__ = ("handle", "thread")
 
-    def __init__(self, handle: StepHandle) -> None:
+    def __init__(self, handle: StepHandle, thread: int | None = None) -> None:
         self.handle = handle
+        self.thread = thread
+        """The thread that runs the step function; None: any that has this context."""
 
     @property
     def window(self) -> Window:
@@ -143,7 +145,15 @@ current_window: ContextVar[Window | None] = ContextVar("roundpipe_async_window",
 """Set while work of a call runs (layers, loss function, backward): the window that its gradients go to."""
 
 current_step: ContextVar[StepScope | None] = ContextVar("roundpipe_async_step", default=None)
-"""Set while a step function runs."""
+"""Set while a step function runs: read it with `running_step`."""
+
+
+def running_step() -> StepScope | None:
+    """The step whose function is running here, if any. What a step function starts elsewhere with its context, such as
+    a task by `asyncio.run_coroutine_threadsafe`, is no part of it."""
+    scope = current_step.get()
+    return scope if scope is None or scope.thread in (None, threading.get_ident()) else None
+
 
 _in_flight: dict[StepHandle, None] = {}
 _failed: WeakSet[StepHandle] = WeakSet()  # weak: the errors of a model that is gone concern nobody

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roundpipe_async import DevicePool, OptimizerCtx, RoundPipe, optim
+from roundpipe_async import DevicePool, GradScaler, OptimizerCtx, RoundPipe, optim
 from tests.support.plain import CASES, Head, assert_same_gradients, assert_same_state, plain_forward_backward, twin
 
 
@@ -339,3 +340,52 @@ async def test_parameters_have_the_original_models_names_where_it_holds_them(poo
         assert [name for name, _ in model.named_parameters()] == names
         model.set_original_model(nn.Linear(1, 1))
         assert next(name for name, _ in model.named_parameters()) == "0.weight"
+
+
+async def test_being_inside_the_optimizers_context_is_inherited_by_nobody(pool: DevicePool) -> None:
+    """Tasks, threads and the engine's workers get a copy of the context of who started them, and are not inside."""
+    module = CASES[0].build()
+    async with RoundPipe(module, devices=pool) as model:
+        copies = {id(copy) for copy in model.optim_parameters()}
+
+        def inside() -> bool:
+            return id(next(iter(model.parameters()))) in copies
+
+        async def task() -> bool:
+            return inside()
+
+        seen: list[bool] = []
+
+        def loss_fn(out: torch.Tensor, label: Any) -> torch.Tensor:
+            seen.append(inside())
+            return out.square().sum()
+
+        data, _ = CASES[0].data(3)
+        with OptimizerCtx():
+            assert inside()
+            seen.append(await asyncio.create_task(task()))
+            seen.append(await asyncio.to_thread(inside))
+            await model.forward_backward((data,), loss_fn=loss_fn)
+            assert inside()
+        assert seen == [False] * 5 and not inside()
+
+
+async def test_what_a_step_function_starts_in_the_loop_is_no_part_of_the_step(pool: DevicePool) -> None:
+    """A progress report, say: it is scheduled with a copy of the step's context, and outlives the step."""
+    module = CASES[0].build()
+    loop = asyncio.get_running_loop()
+    scaler = GradScaler(init_scale=8.0)
+    async with RoundPipe(module, devices=pool) as model:
+        own = {id(parameter) for parameter in module.parameters()}
+
+        async def report() -> bool:
+            outside = all(id(parameter) in own for parameter in model.parameters())
+            await scaler.synchronize()  # waits for steps: refused in a step function
+            return outside
+
+        def step_fn() -> Any:
+            assert not any(id(parameter) in own for parameter in model.parameters())
+            return asyncio.run_coroutine_threadsafe(report(), loop)
+
+        reported = await model.step(step_fn, is_async=False)
+        assert await asyncio.wrap_future(reported)

@@ -23,7 +23,7 @@ import torch
 from roundpipe_async.events import Event
 from roundpipe_async.scaling.ledger import NEVER_SCALED, Barrier, Ledger, OptimizerRecord, Stage
 from roundpipe_async.scaling.state import Factor, Rules, ScaleState, SkippedStepsError, UpdateOutcome, check_scale
-from roundpipe_async.steps import StepHandle, Window, current_step, current_window, tick
+from roundpipe_async.steps import StepHandle, Window, current_window, running_step, tick
 
 __all__ = ["GradScaler", "SkippedStepsError", "UpdateOutcome"]
 
@@ -139,7 +139,7 @@ class GradScaler:
 
     def _factor_here(self) -> tuple[Factor, bool]:
         """The factor that a loss made here gets, and whether here is outside of all calls and steps."""
-        if (step := current_step.get()) is not None:
+        if (step := running_step()) is not None:
             scheduled_at = step.handle.scheduled_at
             return step.window.pin(self._key, lambda: self._ledger.as_of(scheduled_at)), False
         if (window := current_window.get()) is not None:
@@ -153,7 +153,7 @@ class GradScaler:
         if window is None:
             # The threads in which autograd walks an accelerator's graph have no context variables: nothing is known
             # there, and torch's rule holds (the published scale at the time of unscaling).
-            if not outside or grad.device != _CPU or current_step.get() is not None:
+            if not outside or grad.device != _CPU or running_step() is not None:
                 return None
             window = self._outside
         pinned = window.pin(self._key, lambda: factor)
@@ -236,7 +236,7 @@ class GradScaler:
 
     def _record_here(self, optimizer: torch.optim.Optimizer) -> tuple[OptimizerRecord, Factor]:
         """The record that work on this optimizer goes to, and the factor of the gradients that it sees."""
-        if (step := current_step.get()) is not None:
+        if (step := running_step()) is not None:
             return self._ledger.iteration_of(step.handle).record_of(optimizer), self._factor_here()[0]
         if current_window.get() is not None:
             raise RuntimeError(
@@ -300,7 +300,7 @@ class GradScaler:
 
     @staticmethod
     def _refuse_in_step(what: str) -> None:
-        if current_step.get() is not None:
+        if running_step() is not None:
             raise RuntimeError(
                 f"{what} was called inside a step function; it waits for steps: await it outside, after model.step()"
             )
@@ -329,7 +329,7 @@ class GradScaler:
         """
         if not self._enabled or not self._ledger.initialized:
             return self._ledger.scale()
-        if current_step.get() is not None:
+        if running_step() is not None:
             return self._factor_here()[0].value
         window = current_window.get()
         if window is not None and window.opened_at is not None:
@@ -433,7 +433,7 @@ class GradScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy.deepcopy: the newest state, so steps in flight are waited for (blocks the thread)."""
-        if current_step.get() is not None:
+        if running_step() is not None:
             raise AssertionError("a GradScaler cannot be pickled or copied inside a step function")
         state = self._ledger.clone_state() if self._enabled else self._ledger.published
         scale = state.factor.value if self._ledger.initialized else state.factor.raw
