@@ -37,7 +37,7 @@ from roundpipe_async.optimizer import Step, assign_gradients, snapshot
 from roundpipe_async.recompute import CallSeed, draw_call_seed
 from roundpipe_async.replica import Blueprint, accumulated, through_hooks
 from roundpipe_async.stage import CallWork, Layer
-from roundpipe_async.steps import StepHandle, Window, register
+from roundpipe_async.steps import StepHandle, Window, register, running_step
 from roundpipe_async.tracing.trace import Action
 from roundpipe_async.versions import Parameters, Slot, Version
 
@@ -129,6 +129,12 @@ class Store:
 
     def bind_loop(self, name: str) -> None:
         """Make sure that the running loop is the only one with work of this model in flight."""
+        step = running_step()
+        if step is not None and step.handle in self._steps:
+            raise RuntimeError(
+                f"model {name!r} was called inside a step function of its own, in a loop that the step would wait for "
+                "for ever: await it outside, after model.step()"
+            )
         loop = asyncio.get_running_loop()
         with self._loop_lock:
             if self._loop is loop:

@@ -122,6 +122,20 @@ def test_d01_two_loops_at_once_are_told() -> None:
     pool.close()
 
 
+async def test_d01_a_step_function_that_runs_a_loop_on_its_own_model_is_told() -> None:
+    """It would wait for itself, and hang."""
+    async with DevicePool.cpu(2, 1) as pool, RoundPipe(build(), devices=pool, name="own") as model:
+
+        async def synchronize() -> None:
+            await model.synchronize()
+
+        for begin in (synchronize, lambda: iteration(model)):
+            with pytest.raises(RuntimeError, match="model 'own' was called inside a step function of its own"):
+                async with asyncio.timeout(30):
+                    await model.step(lambda begin=begin: asyncio.run(begin()), is_async=False)
+        await iteration(model)
+
+
 def test_d01_a_call_made_in_one_loop_and_awaited_in_another_is_told() -> None:
     pool = DevicePool.cpu(1, 1)
     model = RoundPipe(build(), devices=pool)
