@@ -2,9 +2,9 @@
 
     python benchmarks/action_overhead.py
 
-An action is one microbatch's pass through one stage: forward, fused, recompute or backward. Its cost is the time of the whole
-call, split and merge included, divided by the number of its actions, less what the same passes take in a plain Python
-loop.
+An action is one microbatch's pass through one stage: forward, fused, recompute or backward. Its cost is the time of
+the whole call, split and merge included, divided by the number of its actions, less what the same passes take in a
+plain Python loop.
 """
 
 from __future__ import annotations

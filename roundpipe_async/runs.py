@@ -274,6 +274,7 @@ class Runner:
             count = len(leaf)
 
         def split() -> SplitCall:
+            _check_exists(config.output_device)
             with torch.set_grad_enabled(execution.work.modes.grad):
                 args, kwargs, label = request.args, request.kwargs, request.label
                 if execution.work.modes.grad:
@@ -364,6 +365,18 @@ class Runner:
         total = await _unbroken(self.pool.host.submit(commit, action=execution.action("commit")))
         store.commit(base, total)
         execution.committed = True
+
+
+def _check_exists(device: torch.device | None) -> None:
+    """Raise for an output device that is not there, before anything has run."""
+    if device is not None and device.type != "cpu":
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError, NotImplementedError) as error:
+            raise ValueError(
+                f"output_device={str(device)!r} is not to be had here ({error}): name a device that torch reports, or "
+                "leave it out for the host"
+            ) from error
 
 
 class _Inputs:

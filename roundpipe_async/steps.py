@@ -114,7 +114,7 @@ class StepHandle:
         error = self.claim_error()
         if error is None:
             raise StepError(
-                f"step {self.number} failed, and its error was raised before this handle was awaited: "
+                f"step {self.number} failed, and its error was raised already, here or at a later call: "
                 f"{self.event.error!r}"
             ) from self.event.error
         raise error

@@ -128,7 +128,10 @@ class Store:
     # ---- admission ------------------------------------------------------------------------------------------------
 
     def bind_loop(self, name: str) -> None:
-        """Make sure that the running loop is the only one with work of this model in flight."""
+        """Make sure that the running loop is the only one with calls of this model in flight.
+
+        A model that is idle, or has only steps in flight (which belong to no loop), goes on in any loop.
+        """
         step = running_step()
         if step is not None and step.handle in self._steps:
             raise RuntimeError(

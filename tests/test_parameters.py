@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roundpipe_async import DevicePool, GradScaler, OptimizerCtx, RoundPipe, optim
+from roundpipe_async import DevicePool, GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, optim
 from tests.support.plain import CASES, Head, assert_same_gradients, assert_same_state, plain_forward_backward, twin
 
 
@@ -389,3 +389,14 @@ async def test_what_a_step_function_starts_in_the_loop_is_no_part_of_the_step(po
 
         reported = await model.step(step_fn, is_async=False)
         assert await asyncio.wrap_future(reported)
+
+
+async def test_an_output_device_that_does_not_exist_is_told_before_anything_runs(pool: DevicePool) -> None:
+    calls: list[int] = []
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].register_forward_hook(lambda *_: calls.append(1))
+    async with RoundPipe(module, devices=pool) as model:
+        config = RoundPipeRunConfig(output_device="cuda:99")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="output_device='cuda:99'"):
+            await model(torch.ones(2, 2), roundpipe_run_config=config)
+    assert not calls
