@@ -65,6 +65,16 @@ def plain_train(model: nn.Sequential, parts: list[Tensor]) -> None:
         model(x).sum().backward()
 
 
+async def yardstick(calls: int) -> None:
+    """What asyncio itself takes for nothing on this machine: read the other figures by it."""
+    loop = asyncio.get_running_loop()
+
+    async def hop() -> None:
+        await loop.run_in_executor(None, int)
+
+    print(f"asyncio's run_in_executor of nothing: {await median_us(hop, 50 * calls):.1f} us")
+
+
 async def engine(devices: int, layers: int, microbatches: int, calls: int) -> None:
     stages = [range(index, index + 1) for index in range(layers)]
     config = RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=ModelExecutePlan(stages, stages[::-1]))
@@ -106,6 +116,7 @@ async def main() -> None:
     parser.add_argument("--calls", type=int, default=30, help="calls in a round; medians of 5 rounds are printed")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    await yardstick(options.calls)
     for devices in (1, 2):
         await engine(devices, options.layers, options.microbatches, options.calls)
 
