@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -143,13 +142,14 @@ async def test_a_real_timeline_of_layers_that_only_wait_is_the_simulated_one() -
     plan = ModelExecutePlan.auto("fused", _Planned(costs), min_stages=4)
     assert isinstance(plan, ModelExecutePlan)
     schedule = round_robin(plan, "fused", len(costs), 8, 4)
-    expected_s = simulate(schedule, costs).makespan_s
     config = RoundPipeRunConfig(num_microbatch=8, schedule=schedule)
-    took_s: list[float] = []
+    ratios: list[float] = []
     async with DevicePool.cpu(4, 1) as pool, RoundPipe(nn.Sequential(*[Waits() for _ in costs]), devices=pool) as model:
-        while len(took_s) < 6 and min(took_s, default=math.inf) > 1.05 * expected_s:
+        while len(ratios) < 8 and not any(abs(ratio - 1) < 0.05 for ratio in ratios):
             with trace() as recorded:
                 await model.forward_backward((torch.ones(8),), loss_fn=lambda out, _: out.sum(), run_config=config)
             actions = [r for r in recorded.records if r.action.kind in ("forward", "fused", "recompute", "backward")]
-            took_s.append(max(r.end_s for r in actions) - min(r.start_s for r in actions))
-    assert min(took_s) == pytest.approx(expected_s, rel=0.05)
+            took_s = max(r.end_s for r in actions) - min(r.start_s for r in actions)
+            # With the durations that the layers had: a busy machine wakes sleepers late.
+            ratios.append(took_s / simulate(schedule, model.layer_costs()).makespan_s)
+    assert any(abs(ratio - 1) < 0.05 for ratio in ratios), ratios

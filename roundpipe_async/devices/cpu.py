@@ -25,7 +25,7 @@ from roundpipe_async.versions import HostMemory
 
 T = TypeVar("T")
 
-EXIT_PATIENCE_S = 3.0
+EXIT_PATIENCE_S = 2.0
 """How long a leaving process waits for the actions that run at that moment."""
 
 _Job = tuple[Callable[[], Any], Sequence[Event[Any]], Event[Any], Action | None]
