@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -191,6 +190,7 @@ def test_draws_of_an_operator_written_in_python_and_of_one_that_takes_the_genera
     program = """
 import torch
 from roundpipe_async.recompute import seeded
+from tests.support.threads import in_threads
 
 @torch.library.custom_op("testing::noise", mutates_args=())
 def noise(x: torch.Tensor) -> torch.Tensor:
@@ -294,26 +294,6 @@ def dropped(seed: int) -> Tensor:
 
 
 # ---- threads --------------------------------------------------------------------------------------------------------
-
-
-def in_threads(work: list[Callable[[], None]]) -> None:
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(work))
-
-    def run(job: Callable[[], None]) -> None:
-        start.wait()
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(job,)) for job in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def draw_a_layer() -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -23,6 +22,7 @@ from roundpipe_async.recompute import (
     save_for_recompute,
     seeded,
 )
+from tests.support.threads import in_threads
 
 CPU = torch.device("cpu")
 
@@ -34,26 +34,6 @@ def _fixed_ambient_seed() -> None:
 
 P = torch.arange(32).reshape(4, 8) / 32 + 0.01
 X = P.clone().requires_grad_()
-
-
-def in_threads(work: list[Callable[[], None]]) -> None:
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(work))
-
-    def run(job: Callable[[], None]) -> None:
-        start.wait()
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(job,)) for job in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 # ---- recompute, and checkpoints inside a layer ----------------------------------------------------------------------
