@@ -19,6 +19,7 @@ from roundpipe_async.recompute import (
     layer_seed,
     seeded,
 )
+from tests.support.threads import in_threads
 
 CPU = torch.device("cpu")
 
@@ -190,7 +191,6 @@ def test_draws_of_an_operator_written_in_python_and_of_one_that_takes_the_genera
     program = """
 import torch
 from roundpipe_async.recompute import seeded
-from tests.support.threads import in_threads
 
 @torch.library.custom_op("testing::noise", mutates_args=())
 def noise(x: torch.Tensor) -> torch.Tensor:
